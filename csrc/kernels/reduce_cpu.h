@@ -1,0 +1,41 @@
+// Reduction of P equal spans into one, on the CPU: one written rule per dtype,
+// the same for every host transport and for values that travel inside the log.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "core/types.h"
+
+namespace hvdtorch {
+
+// y = post( reduce_r( pre(x_r) ) ). Rules (docs/architecture.md, "Values"):
+// - floats narrower than 32 bits accumulate in fp32, in rank order, rounded once at the end;
+// - float32 accumulates in fp32, float64 in fp64, in rank order; complex as two such parts
+//   (Product: complex product; Min/Max of complex are refused);
+// - prescale / postscale: fp32 for floats up to 32 bits, fp64 for float64; integers: float64
+//   product truncated toward zero, at pre and at post; a factor of exactly 1 is skipped;
+// - average: op is kAverage and `divisor` the number of ranks to divide by. Floats divide before
+//   the one rounding. Integers: exact sum in a wider type (128 bits for 64-bit), quotient
+//   truncated toward zero, then wrapped to the dtype;
+// - integer Sum/Product wrap as the dtype does; bool: Sum = or, Product = and, Min = and,
+//   Max = or, scale factors other than 1 and Average are refused;
+// - Min/Max propagate NaN.
+struct Reduction {
+  DataType dtype = DataType::kFloat32;
+  ReduceOp op = ReduceOp::kSum;
+  double prescale = 1.0;
+  double postscale = 1.0;
+  int64_t divisor = 1;  // used by kAverage only
+};
+
+// Empty when `reduction` can be computed, else one sentence that says why not.
+std::string why_not_reducible(const Reduction& reduction);
+
+// dst[i] = reduction over r of srcs[r][i], for i in [0, count). srcs are in rank order. dst may be
+// exactly one of the srcs, and must not overlap any of them otherwise. No alignment is assumed
+// beyond the dtype's own. nsrc >= 1: with nsrc == 1 the factors and the divisor still apply.
+// Precondition: why_not_reducible(reduction).empty().
+void reduce(const Reduction& reduction, void* dst, const void* const* srcs, int nsrc, int64_t count);
+
+}  // namespace hvdtorch

@@ -1,0 +1,70 @@
+"""The typed contract between the Python API and the native core (csrc/bind)."""
+
+from torch import Tensor
+
+BUILD_TORCH_VERSION: str  # torch.__version__ this module was compiled against
+BUILD_WITH_CUDA: bool  # whether the CUDA source list was compiled in
+
+class HorovodInternalError(RuntimeError):
+    """A failure that every rank of the job is told about."""
+
+class Handle:
+    """One submitted operation (all members, if it is a group)."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block without the GIL until the operation is complete; Python signal handlers run.
+
+        Returns False if `timeout` seconds passed first. Raises HorovodInternalError if it failed.
+        """
+    def done(self) -> bool:
+        """True once wait() would not block (also after a failure)."""
+    def error(self) -> str | None:
+        """The failure's text, or None."""
+    def outputs(self) -> list[Tensor]:
+        """Results in input order; call after wait(). In-place: the very tensors given."""
+    def received_splits(self) -> list[int]:
+        """alltoall: rows received from each rank."""
+    def add_done_callback(self, callback: object) -> None:
+        """callback() is called once, with the GIL, when the operation is complete (at once if it is)."""
+
+# OpKind and ReduceOp values are those of csrc/core/types.h.
+def submit(
+    kind: int,  # 0 allreduce 1 allgather 2 broadcast 3 alltoall 4 reducescatter 5 barrier
+    name: str,  # full name without member suffix, "allreduce.x"; "" = unnamed: "<label>.noname.<n>"
+    label: str,  # what unnamed operations are numbered under: "allreduce", "grouped_allreduce", ...
+    tensors: list[Tensor],  # one tensor, or the members of a group
+    grouped: bool,  # member i of n is named "<name>_<i>of<n>"
+    in_place: bool,  # results go into `tensors`; else new tensors
+    reduce_op: int,
+    prescale: float,
+    postscale: float,
+    root: int,  # broadcast: rank within the process set
+    splits: list[int] | None,  # alltoall
+    process_set: int,  # id, 0 = global
+) -> Handle:
+    """Submit one operation. Raises ValueError for what this rank alone can see is wrong (duplicate
+    name in flight, unsupported dtype or device, ...), HorovodInternalError when the job is down."""
+
+def start(
+    rank: int,
+    size: int,
+    host: str,  # this rank's host name, for error texts
+    fds: list[int],  # authenticated control sockets: rank 0: one per rank (-1 at 0); others: [fd of rank 0]
+    link: object,  # torch.distributed ProcessGroupGloo over all ranks, or None at size 1
+    fusion_threshold: int,  # bytes; 0 = no fusion
+    cycle_time: float,  # seconds: how long a ready tensor may wait for company
+    cache_capacity: int,  # names remembered, so that they travel once
+    inline_limit: int,  # bytes: smaller reductions travel inside the log
+    operation_timeout: float,  # seconds without progress of a running transfer; 0 = none
+    thread_affinity: int,  # core of the runtime threads, -1 = any
+    divide_by_active: bool,
+) -> None: ...
+def stop(reason: str) -> None:
+    """Leave the job; idempotent. `reason` is what the other ranks are told ("" = plain shutdown)."""
+
+def is_running() -> bool: ...
+def runtime_threads() -> list[int]:
+    """Kernel thread ids of the runtime's threads (tests read their context-switch counters)."""
+
+def stats() -> dict[str, int]:
+    """Counters since start: launches, fused tensors, control frames and bytes, cache hits, ..."""
