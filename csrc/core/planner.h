@@ -1,0 +1,60 @@
+// Planner: which agreed tensors share one launch, and where each lies in the fusion buffer.
+//
+// Fusing is decided at the coordinator, in the order of agreement; the layout of a launch is
+// computed by every rank from the log entry alone, so offsets are identical everywhere.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <utility>
+#include <vector>
+
+#include "core/message.h"
+#include "core/negotiator.h"
+
+namespace hvdtorch {
+
+// Note [Inline]
+// A tensor of at most `inline_limit` bytes (a loss, a metric, a bias) is cheaper to send along
+// with its Ready than to announce. When every rank's payload arrived, the coordinator computes the
+// result in rank order with the same kernels as the transports and the log entry carries it: one
+// round trip, no data transport. A barrier is the case of no bytes at all.
+
+// Whether `desc` sends its payload along. A function of the description and of settings that are
+// equal on all ranks (where they are not, some payload is missing and the transport is used).
+bool may_inline(const OpDesc& desc, int64_t inline_limit, int set_size) noexcept;
+
+// Where the members of a launch lie in the fusion buffer: each at a 64-byte boundary.
+struct Layout {
+  std::vector<int64_t> offsets;
+  int64_t bytes = 0;
+};
+inline constexpr int64_t kAlignment = 64;
+Layout layout_of(const Launch& launch);
+
+class Planner {
+ public:
+  // Bytes; 0 turns fusion off.
+  explicit Planner(int64_t fusion_threshold) : threshold_(fusion_threshold) {}
+
+  // `divisor`: what an Average divides by. Inline results are computed here.
+  void add(Decision decision, int64_t divisor);
+
+  // Entries that need no data transport (inline results, barriers, errors): always due at once.
+  std::vector<Entry> take_immediate() { return std::exchange(immediate_, {}); }
+
+  bool idle() const noexcept { return queue_.empty(); }
+  int64_t queued_bytes() const noexcept { return queued_bytes_; }
+
+  // Everything queued, fused under the threshold; looks past members that do not fit, keeping the
+  // order among those.
+  std::vector<Launch> plan();
+
+ private:
+  int64_t threshold_;
+  int64_t queued_bytes_ = 0;
+  std::deque<LaunchItem> queue_;
+  std::vector<Entry> immediate_;
+};
+
+}  // namespace hvdtorch

@@ -1,0 +1,22 @@
+// What every thread of the runtime does first: take a name, leave signals to Python's threads, and
+// stay on a core if asked to.
+#pragma once
+
+namespace hvdtorch {
+
+// Returns the kernel's id of the calling thread. core < 0: any core.
+int enter_runtime_thread(const char* name, int core) noexcept;
+
+// Signals blocked while it lives, so that a thread started meanwhile inherits the blocked mask and
+// no signal can hit it before enter_runtime_thread().
+class SignalsBlocked {
+ public:
+  SignalsBlocked() noexcept;
+  ~SignalsBlocked();
+  SignalsBlocked(const SignalsBlocked&) = delete;
+
+ private:
+  alignas(16) unsigned char saved_[128];
+};
+
+}  // namespace hvdtorch
