@@ -59,8 +59,8 @@ def check_torch() -> None:
     if isinstance(TORCH_FAILURE, ModuleNotFoundError):
         fail(
             f"building needs PyTorch, and {sys.executable} cannot import it ({TORCH_FAILURE}); run "
-            "'pip install torch', then 'pip install --no-build-isolation .' (without that option pip "
-            "builds in an environment of its own, which has no torch)."
+            "'pip install torch', then 'pip install --no-build-isolation .' (else pip builds in an "
+            "environment of its own, which has no torch)."
         )
     if TORCH_FAILURE is not None:
         fail(
