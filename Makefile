@@ -19,11 +19,6 @@ NATIVE := setup.py pyproject.toml hvdtorch/version.py \
 CXX_FILES := $(shell find csrc tests -name '*.cc' -o -name '*.h' -o -name '*.cu')
 DEMO_OUT := out/digits
 
-# The development dependencies of pyproject.toml, one a line.
-REQUIREMENTS := try: import tomllib as toml\nexcept ImportError: from pip._vendor import tomli as toml\n\
-extras = toml.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]\n\
-print(*sorted({line for extra in "$(EXTRAS)".split() for line in extras[extra]}), sep="\\n")\n
-
 .PHONY: help demo test lint format bench build clean distclean
 
 help:
@@ -56,7 +51,7 @@ $(TORCH_STAMP): $(VENV)/.stamp-venv
 
 $(VENV)/.stamp-tools: pyproject.toml $(TORCH_STAMP)
 	@echo "[3/4] tools and libraries of pyproject.toml (half a minute)"
-	@printf '$(REQUIREMENTS)' | $(BIN)/python - > $(VENV)/requirements.txt
+	@$(BIN)/python .ci/requirements.py $(EXTRAS) > $(VENV)/requirements.txt
 	@$(PIP) install -r $(VENV)/requirements.txt
 	@touch $@
 
