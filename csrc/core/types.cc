@@ -51,22 +51,24 @@ constexpr std::array<const char*, kNumOpKinds> kOpKinds = {
     "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier"};
 
 // Names are asked for in error texts too, about values that came from a peer: never out of range.
+constexpr DataTypeRow kUnknown = {DataType::kBool, "unknown", 0, Family::kBool};
+
+const DataTypeRow& row_of(DataType dtype) noexcept {
+  const auto index = static_cast<size_t>(dtype);
+  return index < kDataTypes.size() ? kDataTypes[index] : kUnknown;
+}
+
 template <typename Names, typename Value>
 const char* name_in(const Names& names, Value value) noexcept {
   const auto index = static_cast<size_t>(value);
   return index < names.size() ? names[index] : "unknown";
 }
 
-Family family_of(DataType dtype) noexcept { return kDataTypes[static_cast<size_t>(dtype)].family; }
-
 }  // namespace
 
-int64_t size_of(DataType dtype) noexcept { return kDataTypes[static_cast<size_t>(dtype)].size; }
+int64_t size_of(DataType dtype) noexcept { return row_of(dtype).size; }
 
-const char* name_of(DataType dtype) noexcept {
-  const auto index = static_cast<size_t>(dtype);
-  return index < kDataTypes.size() ? kDataTypes[index].name : "unknown";
-}
+const char* name_of(DataType dtype) noexcept { return row_of(dtype).name; }
 
 const char* name_of(ReduceOp op) noexcept { return name_in(kReduceOps, op); }
 
@@ -85,10 +87,10 @@ std::string shape_text(const std::vector<int64_t>& shape) {
   return text + "]";
 }
 
-bool is_floating(DataType dtype) noexcept { return family_of(dtype) == Family::kFloating; }
+bool is_floating(DataType dtype) noexcept { return row_of(dtype).family == Family::kFloating; }
 
-bool is_complex(DataType dtype) noexcept { return family_of(dtype) == Family::kComplex; }
+bool is_complex(DataType dtype) noexcept { return row_of(dtype).family == Family::kComplex; }
 
-bool is_integer(DataType dtype) noexcept { return family_of(dtype) == Family::kInteger; }
+bool is_integer(DataType dtype) noexcept { return row_of(dtype).family == Family::kInteger; }
 
 }  // namespace hvdtorch

@@ -14,13 +14,15 @@ namespace hvdtorch {
 // - float32 accumulates in fp32, float64 in fp64, in rank order; complex as two such parts
 //   (Product: complex product; Min/Max of complex are refused);
 // - prescale / postscale: fp32 for floats up to 32 bits, fp64 for float64; integers: float64
-//   product truncated toward zero, at pre and at post; a factor of exactly 1 is skipped;
-// - average: op is kAverage and `divisor` the number of ranks to divide by. Floats divide before
-//   the one rounding. Integers: exact sum in a wider type (128 bits for 64-bit), quotient
-//   truncated toward zero, then wrapped to the dtype;
+//   product truncated toward zero, at pre and at post, each giving a value of the dtype (NaN
+//   gives 0; what 64 bits cannot hold is clamped to them, then wrapped); a factor of exactly 1 is
+//   skipped;
+// - average: op is kAverage and `divisor` the number of ranks to divide by. Floats
+//   are postscaled, then divided, then rounded once. Integers: exact sum in a wider type (128 bits
+//   for 64-bit), quotient truncated toward zero, then wrapped to the dtype, then postscaled;
 // - integer Sum/Product wrap as the dtype does; bool: Sum = or, Product = and, Min = and,
 //   Max = or, scale factors other than 1 and Average are refused;
-// - Min/Max propagate NaN.
+// - Min/Max propagate NaN. Overflow to a narrow float does what torch's conversion does.
 struct Reduction {
   DataType dtype = DataType::kFloat32;
   ReduceOp op = ReduceOp::kSum;
@@ -36,6 +38,7 @@ std::string why_not_reducible(const Reduction& reduction);
 // exactly one of the srcs, and must not overlap any of them otherwise. No alignment is assumed
 // beyond the dtype's own. nsrc >= 1: with nsrc == 1 the factors and the divisor still apply.
 // Precondition: why_not_reducible(reduction).empty().
-void reduce(const Reduction& reduction, void* dst, const void* const* srcs, int nsrc, int64_t count);
+void reduce(const Reduction& reduction, void* dst, const void* const* srcs, int nsrc,
+            int64_t count);
 
 }  // namespace hvdtorch
