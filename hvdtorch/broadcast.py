@@ -1,0 +1,359 @@
+"""Making ranks equal: the parameters and the optimizer state of one rank on all.
+
+Before tensors move, the ranks compare what they hold, and raise the same error if it differs: no
+rank waits for a tensor that another one does not have.
+
+An optimizer's state is sent as a skeleton, the pickle of all its options and state in which every
+tensor is replaced by a `_Slot`, followed by the tensors themselves in one batch. So it may be
+nested in any way and hold anything, and whatever rank it is missing on gets it without ever
+running a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .collectives import broadcast_async_, synchronize
+from .objects import Pickler, agree, broadcast_bytes, differing, is_this_rank
+from .operation import Handle, check_tensor, overlaps_itself
+from .process_sets import global_process_set
+
+__all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
+
+_Named = tuple[str | None, Tensor]
+
+
+# ----------------------------------------------------------------------------------------------
+# Parameters
+
+
+def broadcast_parameters(
+    params: Mapping[str, Tensor] | list[Any] | Iterator[Any], root_rank: int
+) -> None:
+    """Overwrite the given tensors on every rank with those of `root_rank`, in place.
+
+    `params` is a dict such as `model.state_dict()`, or a list or iterator of `(name, tensor)`
+    pairs, such as `model.named_parameters()`, or of tensors. All of them are in flight at once.
+
+    Raises ValueError or TypeError for anything else, for a value that is no tensor and for
+    duplicate names; ValueError with the same text on every rank if the names, shapes or dtypes
+    differ between ranks, or if a rank raised.
+    """
+    entries: list[_Named] = []
+    problem: Exception | None = None
+    try:
+        entries = _named_tensors(params)
+    except (TypeError, ValueError) as caught:
+        problem = caught
+    description: Any = [
+        (name or f"number {i}", str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        for i, (name, tensor) in enumerate(entries)
+    ]
+    everyones = differing(
+        description if problem is None else f"{type(problem).__name__}: {problem}"
+    )
+    if problem is not None:
+        raise problem
+    if everyones is not None:
+        raise ValueError("broadcast_parameters: " + _explain_tensors(everyones))
+    _wait_all([broadcast_async_(tensor, root_rank, name) for name, tensor in entries])
+
+
+def _named_tensors(params: Any) -> list[_Named]:
+    if isinstance(params, Mapping):
+        items = sorted(params.items())
+    elif isinstance(params, list | Iterator):
+        items = [(None, item) if isinstance(item, Tensor) else item for item in params]
+    else:
+        raise ValueError(
+            "broadcast_parameters takes a dict, or a list or iterator of tensors or (name, tensor) "
+            f"pairs, not {type(params).__name__}"
+        )
+    seen: set[str] = set()
+    for item in items:
+        if not isinstance(item, tuple) or len(item) != 2:
+            raise ValueError(
+                f"broadcast_parameters: expected a tensor or a (name, tensor) pair, got {item!r}"
+            )
+        name, tensor = item
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"broadcast_parameters: names must be strings, not {name!r}")
+        check_tensor(tensor, f"broadcast_parameters: {name!r}", in_place=True)
+        if name in seen:
+            raise ValueError(f"broadcast_parameters: {name!r} is given twice")
+        if name is not None:
+            seen.add(name)
+    return items
+
+
+def _explain_tensors(everyones: list[Any]) -> str:
+    """Which tensors differ between the ranks, and how."""
+    failed = [
+        f"rank {r} raised {text}" for r, text in enumerate(everyones) if isinstance(text, str)
+    ]
+    if failed:
+        return "; ".join(failed)
+    held: dict[str, dict[str, list[int]]] = {}
+    for rank, description in enumerate(everyones):
+        for name, dtype, shape in description:
+            held.setdefault(name, {}).setdefault(f"{dtype} {shape}", []).append(rank)
+    size = len(everyones)
+    lines = []
+    for name, forms in held.items():
+        missing = sorted(set(range(size)).difference(*forms.values()))
+        texts = [f"{form} on ranks {ranks}" for form, ranks in forms.items()]
+        if missing or len(texts) > 1:
+            lines.append(
+                f"{name!r} is " + ", ".join(texts + [f"missing on ranks {missing}"] * bool(missing))
+            )
+    more = [f"and {len(lines) - 10} more"] if len(lines) > 10 else []
+    if not lines:
+        return "the ranks give the same tensors in different orders; give them names, or one order"
+    return "the ranks do not hold the same tensors: " + "; ".join(lines[:10] + more)
+
+
+def _wait_all(handles: list[Handle]) -> None:
+    """Synchronize all, then raise the first failure: nothing is left in flight behind an error."""
+    failure: Exception | None = None
+    for handle in handles:
+        try:
+            synchronize(handle)
+        except Exception as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+# ----------------------------------------------------------------------------------------------
+# Optimizer state
+
+
+def broadcast_optimizer_state(
+    optimizer: Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Make the optimizer's options and state on every rank equal to those of `root_rank`.
+
+    Works for any optimizer, wrapped or not, and for any state. Every option of every param group
+    (lr, betas, ...) is set, and the state of every parameter is replaced; tensors that match in
+    dtype and shape are overwritten in place. Parameters and gradients are not touched and no step
+    is run. State that does not exist on the root is removed, options that do not exist there stay.
+    `model` is accepted for scripts written for Horovod and is not needed.
+
+    Raises ValueError with the same text on every rank if the ranks' optimizers differ in class or
+    in the sizes of their param groups; RuntimeError with the same text on every rank if the root's
+    state cannot be pickled or a rank cannot rebuild it.
+    """
+    mine = (type(optimizer).__name__, [len(group["params"]) for group in optimizer.param_groups])
+    everyones = differing(mine)
+    if everyones is not None:
+        held: dict[str, list[int]] = {}
+        for rank, (name, sizes) in enumerate(everyones):
+            held.setdefault(f"{name} with param groups of {sizes} parameters", []).append(rank)
+        texts = [f"{what} on ranks {ranks}" for what, ranks in held.items()]
+        raise ValueError("broadcast_optimizer_state: the optimizers differ: " + ", ".join(texts))
+
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    is_root = is_this_rank(root_rank, global_process_set)
+    payload: memoryview | None = None
+    tensors: list[Tensor] = []
+    skeleton: Any = None
+    error: Exception | None = None
+    if is_root:
+        try:
+            payload, tensors = _dump(_contents(optimizer, parameters), parameters)
+        except Exception as caught:
+            error = caught
+    data = broadcast_bytes(payload, root_rank, None, global_process_set)
+    if data is not None and not is_root:
+        try:
+            skeleton, tensors = _load(data, _contents(optimizer, parameters), parameters)
+        except Exception as caught:
+            error = caught
+    agree(error, "broadcast_optimizer_state")
+    _wait_all(
+        [
+            broadcast_async_(tensor, root_rank, f"optimizer_state.{i}")
+            for i, tensor in enumerate(tensors)
+        ]
+    )
+    if not is_root:
+        _assign(optimizer, parameters, skeleton)
+
+
+@dataclasses.dataclass
+class _Contents:
+    """All of an optimizer but its parameters, which are known by their number."""
+
+    options: list[dict[str, Any]]  # by param group
+    state: dict[int, Any]  # by parameter
+    other: dict[Any, Any]  # state under keys that are no parameters
+
+
+def _contents(optimizer: Optimizer, parameters: list[Tensor]) -> _Contents:
+    number = {id(parameter): i for i, parameter in enumerate(parameters)}
+    return _Contents(
+        options=[{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
+        state={number[id(k)]: v for k, v in optimizer.state.items() if id(k) in number},
+        other={k: v for k, v in optimizer.state.items() if not isinstance(k, Tensor)},
+    )
+
+
+def _assign(optimizer: Optimizer, parameters: list[Tensor], received: _Contents) -> None:
+    for group, options in zip(optimizer.param_groups, received.options, strict=True):
+        group.update(options)
+    state = {parameters[i]: value for i, value in received.state.items()} | received.other
+    for key in list(optimizer.state):
+        if key not in state:
+            del optimizer.state[key]
+    for key, value in state.items():
+        current = optimizer.state.get(key)
+        if type(current) is dict and type(value) is dict:
+            current.clear()
+            current.update(value)
+        else:
+            optimizer.state[key] = value
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slot:
+    """A tensor's place in the skeleton: all of it but its values."""
+
+    index: int  # in the order of sending
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    device_type: str
+    requires_grad: bool
+
+    def fits(self, tensor: object) -> bool:
+        return (
+            _is_plain(tensor)
+            and (tensor.dtype, tuple(tensor.shape)) == (self.dtype, self.shape)
+            and tensor.device.type == self.device_type
+            and tensor.requires_grad == self.requires_grad
+            and _is_writable(tensor)
+        )
+
+    def allocate(self, device: torch.device) -> Tensor:
+        return torch.empty_strided(
+            self.shape,
+            self.stride,
+            dtype=self.dtype,
+            device=device,
+            requires_grad=self.requires_grad,
+        )
+
+
+def _is_plain(tensor: object) -> TypeGuard[Tensor]:
+    """Whether a tensor travels as its bytes; others (sparse, subclasses) are pickled whole."""
+    return (
+        isinstance(tensor, Tensor)
+        and type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and tensor.device.type in ("cpu", "cuda")
+    )
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    return not (overlaps_itself(tensor) or tensor.is_conj() or tensor.is_neg())
+
+
+def _dump(contents: _Contents, parameters: list[Tensor]) -> tuple[memoryview, list[Tensor]]:
+    """The skeleton, and the tensors in the order of their slots."""
+    number = {id(parameter): i for i, parameter in enumerate(parameters)}
+    slots: dict[int, _Slot] = {}
+    tensors: list[Tensor] = []
+    kept: list[Tensor] = []  # ids are only unique among living objects
+
+    class SkeletonPickler(Pickler):
+        def persistent_id(self, obj: Any) -> int | _Slot | None:
+            if id(obj) in number:
+                return number[id(obj)]  # the receiver has its own
+            if not _is_plain(obj):
+                return None
+            if id(obj) not in slots:
+                kept.append(obj)
+                tensors.append(obj if _is_writable(obj) else obj.detach().clone().contiguous())
+                stride = torch.empty_like(obj, device="meta").stride()  # dense, in the same order
+                slots[id(obj)] = _Slot(
+                    len(slots),
+                    obj.dtype,
+                    tuple(obj.shape),
+                    stride,
+                    obj.device.type,
+                    obj.requires_grad,
+                )
+            return slots[id(obj)]
+
+    stream = io.BytesIO()
+    SkeletonPickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(contents)
+    return stream.getbuffer(), tensors
+
+
+def _load(
+    data: memoryview, local: _Contents, parameters: list[Tensor]
+) -> tuple[_Contents, list[Tensor]]:
+    """The root's contents with tensors still to be filled, and those tensors in order of slots.
+
+    Reads the skeleton twice: first to see which slots have a matching tensor here, then to build.
+    """
+
+    def read(resolve: Callable[[_Slot], Any]) -> _Contents:
+        class SkeletonUnpickler(pickle.Unpickler):
+            def persistent_load(self, pid: int | _Slot) -> Any:
+                return resolve(pid) if isinstance(pid, _Slot) else parameters[pid]
+
+        contents: _Contents = SkeletonUnpickler(io.BytesIO(data)).load()
+        return contents
+
+    plan = _Placement(parameters)
+    outline = read(lambda slot: slot)
+    plan.match(outline.options, local.options, None)
+    plan.match(outline.other, local.other, None)
+    for i, value in outline.state.items():
+        plan.match(value, local.state.get(i), parameters[i].device)
+    contents = read(plan.tensor)
+    return contents, [plan.tensors[i] for i in range(len(plan.tensors))]
+
+
+class _Placement:
+    """Which tensor of this rank each slot becomes."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self.tensors: dict[int, Tensor] = {}  # by slot
+        self._devices: dict[int, torch.device] = {}  # by slot
+        self._taken = {id(parameter) for parameter in parameters}  # never to be overwritten
+        self._default = {parameter.device.type: parameter.device for parameter in parameters}
+
+    def match(self, received: Any, local: Any, device: torch.device | None) -> None:
+        """Walk both structures in parallel; `device` is that of the parameter they belong to."""
+        if isinstance(received, _Slot):
+            if device is not None and device.type == received.device_type:
+                self._devices.setdefault(received.index, device)
+            free = received.index not in self.tensors and id(local) not in self._taken
+            if free and received.fits(local):
+                self._taken.add(id(local))
+                self.tensors[received.index] = local
+        elif isinstance(received, dict):
+            there = local if isinstance(local, dict) else {}
+            for key, value in received.items():
+                self.match(value, there.get(key), device)
+        elif isinstance(received, list | tuple):
+            others = local if isinstance(local, list | tuple) else []
+            for i, value in enumerate(received):
+                self.match(value, others[i] if i < len(others) else None, device)
+
+    def tensor(self, slot: _Slot) -> Tensor:
+        if slot.index not in self.tensors:
+            default = self._default.get(slot.device_type, torch.device(slot.device_type))
+            self.tensors[slot.index] = slot.allocate(self._devices.get(slot.index, default))
+        return self.tensors[slot.index]

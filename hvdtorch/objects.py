@@ -1,0 +1,173 @@
+"""Python objects between ranks: `broadcast_object`, `allgather_object`, and agreeing on things.
+
+Objects travel as pickles: by cloudpickle where it is installed (which also takes lambdas and
+classes of the main script), else by pickle. The ranks of a job trust each other: each has proved
+that it knows the job's key before anything is read from it.
+
+No failure stays on one rank: if one cannot pickle or rebuild an object, every rank raises.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import io
+import operator
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .collectives import allgather, allgather_async, broadcast_, synchronize
+from .process_sets import ProcessSet, global_process_set
+
+try:
+    from cloudpickle import Pickler
+except ImportError:
+    from pickle import Pickler
+
+__all__ = [
+    "Pickler",
+    "agree",
+    "allgather_object",
+    "broadcast_bytes",
+    "broadcast_object",
+    "differing",
+]
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The object of `root_rank` (a global rank) on every rank; what the others pass is ignored.
+
+    The root gets the very object it passed, the others a copy. The object is pickled, with
+    cloudpickle if that is installed. Raises RuntimeError with the same text on every rank if the
+    root cannot pickle it or a rank cannot rebuild it, ValueError if the root is not a member of the
+    process set.
+    """
+    payload: memoryview | None = None
+    error: Exception | None = None
+    is_root = is_this_rank(root_rank, process_set)
+    if is_root:
+        try:
+            payload = _pickled(obj)
+        except Exception as caught:
+            error = caught
+    data = broadcast_bytes(payload, root_rank, name, process_set)
+    if data is not None and not is_root:
+        try:
+            obj = pickle.loads(data)
+        except Exception as caught:
+            error = caught
+    agree(error, "broadcast_object", name, process_set)
+    return obj
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """The objects of all ranks, in rank order; this rank's own one is a copy too.
+
+    Pickled as by `broadcast_object`. Raises RuntimeError with the same text on every rank if one
+    cannot pickle its object or rebuild another's.
+    """
+    payload = memoryview(b"")
+    error: Exception | None = None
+    objects: list[Any] = []
+    try:
+        payload = _pickled(obj)
+    except Exception as caught:
+        error = caught
+    header = allgather_async(torch.tensor([-1 if error else len(payload)]), _suffixed(name, "sz"))
+    data = memoryview(_to_bytes(allgather(_to_tensor(payload), _suffixed(name, "t"))))
+    lengths = synchronize(header).tolist()
+    if min(lengths) >= 0:
+        try:
+            for length in lengths:
+                objects.append(pickle.loads(data[:length]))
+                data = data[length:]
+        except Exception as caught:
+            error = caught
+    agree(error, "allgather_object", name, global_process_set)
+    return objects
+
+
+# ----------------------------------------------------------------------------------------------
+# What the functions above and broadcast.py are made of
+
+
+def is_this_rank(global_rank: int, process_set: ProcessSet) -> bool:
+    """Whether `global_rank` is this process (False as well if it is no member of the set)."""
+    ranks = process_set.ranks or []
+    rank = operator.index(global_rank)
+    return rank in ranks and ranks.index(rank) == process_set.rank()
+
+
+def broadcast_bytes(
+    payload: memoryview | None, root_rank: int, name: str | None, process_set: ProcessSet
+) -> memoryview | None:
+    """The root's bytes on every rank; None if the root has none. Other ranks pass None."""
+    length = torch.tensor([-1 if payload is None else len(payload)])
+    broadcast_(length, root_rank, _suffixed(name, "sz"), process_set)
+    if length.item() < 0:
+        return None
+    data = memoryview(bytearray(int(length))) if payload is None else payload
+    broadcast_(_to_tensor(data), root_rank, _suffixed(name, "t"), process_set)
+    return data
+
+
+def agree(
+    error: Exception | None,
+    what: str,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+) -> None:
+    """Raise on every rank if `error` is set on any; a collective.
+
+    The text of the RuntimeError names each failed rank and its error.
+    """
+    members = process_set or global_process_set
+    rank = (members.ranks or [0])[members.rank() or 0]
+    text = "" if error is None else f"\n  rank {rank}: {type(error).__name__}: {error}"
+    texts = allgather(
+        _to_tensor(memoryview(bytearray(text.encode()))), _suffixed(name, "ok"), members
+    )
+    if len(texts):
+        raise RuntimeError(f"{what} failed:{_to_bytes(texts).decode()}") from error
+
+
+def differing(description: object) -> list[Any] | None:
+    """None if all ranks passed the same plain data, else everyone's, by rank; a collective.
+
+    Compares 32 bytes per rank, and sends the descriptions only if those differ.
+    """
+    digest = hashlib.sha256(repr(description).encode()).digest()
+    digests = allgather(_to_tensor(memoryview(bytearray(digest))))
+    if (digests.view(-1, len(digest)) == digests[: len(digest)]).all():
+        return None
+    return allgather_object(description)
+
+
+def _pickled(obj: Any) -> memoryview:
+    stream = io.BytesIO()
+    Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
+    return stream.getbuffer()
+
+
+def _suffixed(name: str | None, part: str) -> str | None:
+    return f"{name}.{part}" if name else None
+
+
+def _to_tensor(data: memoryview) -> Tensor:
+    """A writable buffer as a uint8 tensor that shares its memory."""
+    if not data:  # torch.frombuffer refuses an empty one
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def _to_bytes(tensor: Tensor) -> bytes:
+    # numpy, which would do this, is not among torch's dependencies.
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel()) if tensor.numel() else b""

@@ -1,0 +1,341 @@
+"""One operation: what it is, how it is submitted, waited for and differentiated.
+
+An `Operation` says everything about a collective but its tensors. It has two ways to be executed:
+`submit` hands it to the native core and returns a `Handle`; `run` does the same, waits, and is
+differentiable (`_Collective`, the one autograd function, with one gradient rule per kind below it).
+The public functions in collectives.py are descriptions of operations; nothing else calls the core.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _C
+from .exceptions import HorovodInternalError
+from .process_sets import ProcessSet
+
+# Values of OpKind and ReduceOp in csrc/core/types.h.
+ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER, BARRIER = range(6)
+AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT = range(6)
+
+_LIBRARIES = tuple(os.path.dirname(package) + os.sep for package in (__file__, torch.__file__))
+
+
+def _user_line() -> tuple[str, int] | None:
+    """File and line of the innermost caller outside hvdtorch and torch."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno) if frame else None
+
+
+# ----------------------------------------------------------------------------------------------
+# What a rank can check alone
+
+
+def check_member(process_set: ProcessSet, what: str) -> None:
+    """Raise unless this process may take part in an operation of `process_set`."""
+    if not isinstance(process_set, ProcessSet):
+        raise TypeError(
+            f"{what}: process_set must be a hvd.ProcessSet, not {process_set!r}; "
+            "leave it out for all ranks"
+        )
+    if process_set.process_set_id is None:
+        raise TypeError(f"{what}: {process_set} is not registered with the job")
+    if process_set.ranks is None:
+        raise HorovodInternalError(f"{what}: hvdtorch is not initialized, call hvd.init() first")
+    if not process_set.included():
+        raise ValueError(f"{what}: this rank is not a member of {process_set}")
+
+
+def check_tensor(tensor: object, what: str, in_place: bool) -> None:
+    """Raise unless `tensor` is one that the core can read, and write if `in_place`."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"{what}: expected a torch.Tensor, got {type(tensor).__name__}; "
+            "convert it with torch.as_tensor"
+        )
+    if tensor.layout is not torch.strided:
+        raise ValueError(
+            f"{what}: a {tensor.layout} tensor has no dense layout; pass tensor.to_dense()"
+        )
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"{what}: no data to send on device {tensor.device}; use a CPU or CUDA tensor"
+        )
+    if in_place:
+        if tensor.is_conj() or tensor.is_neg():
+            raise ValueError(
+                f"{what}: cannot write into a lazily conjugated or negated view; pass "
+                "tensor.resolve_conj().resolve_neg()"
+            )
+        if overlaps_itself(tensor):
+            raise ValueError(
+                f"{what}: cannot write into an expanded tensor, whose elements share memory; pass "
+                "tensor.contiguous()"
+            )
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether several elements of an expanded tensor are the same memory."""
+    return any(
+        stride == 0 and length > 1
+        for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+
+
+def _materialized(tensor: Tensor) -> Tensor:
+    """The tensor, its memory holding its values: no lazy conjugation, no lazy sign."""
+    return (
+        tensor.detach().resolve_conj().resolve_neg()
+        if tensor.is_conj() or tensor.is_neg()
+        else tensor
+    )
+
+
+# ----------------------------------------------------------------------------------------------
+# Handles
+
+
+class Handle:
+    """One operation in flight, as returned by the `_async` functions.
+
+    It keeps the operation's tensors alive until `synchronize` has returned its result.
+    """
+
+    __slots__ = ("__weakref__", "_future", "_line", "_native", "_operation", "_tensors")
+
+    def __init__(self, operation: Operation, native: _C.Handle, tensors: list[Tensor]) -> None:
+        self._operation = operation
+        self._native: _C.Handle | None = native
+        self._tensors = tensors
+        self._line = _user_line()
+        self._future: torch.futures.Future[Any] | None = None
+
+    def done(self) -> bool:
+        """True once `wait` and `synchronize` would not block, also after a failure."""
+        return self._native is None or self._native.done()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until the operation is complete, or for at most `timeout` seconds.
+
+        Returns whether it is complete. Unlike `synchronize` it can be called again. Raises
+        HorovodInternalError if the operation failed. Signal handlers run while it waits.
+        """
+        native = self._native
+        if native is None:
+            return True
+        try:
+            return native.wait(timeout)
+        except HorovodInternalError as error:
+            # A note, not part of the text: that is the same on all ranks.
+            if sys.version_info >= (3, 11):
+                error.add_note(f"This rank submitted it at {self._where()}.")
+            raise
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of what `synchronize` returns; asking for it does not use the handle up.
+
+        Callbacks added to it run on a thread of the runtime and must not wait for other operations.
+        Raises ValueError if the handle was already synchronized.
+        """
+        if self._future is not None:
+            return self._future
+        native, tensors, operation = self._native, self._tensors, self._operation
+        if native is None:
+            raise ValueError("this operation was already synchronized: ask for its future before")
+        devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
+        future = torch.futures.Future[Any](devices=[torch.device("cuda", i) for i in devices])
+        self._future = future
+
+        def complete() -> None:
+            text = native.error()
+            if text is None:
+                future.set_result(operation.result(native, tensors))
+            else:
+                future.set_exception(HorovodInternalError(text))
+
+        native.add_done_callback(complete)
+        return future
+
+    def _synchronize(self) -> Any:
+        """Wait, return the result, forget the operation. An interrupted wait forgets nothing."""
+        native, tensors = self._native, self._tensors
+        if native is None:
+            return None
+        try:
+            self.wait()
+            return self._operation.result(native, tensors)
+        finally:
+            if native.done():
+                self._native = None
+                self._tensors = []
+
+    def _where(self) -> str:
+        return "{}:{}".format(*self._line) if self._line else "an unknown line"
+
+    def __repr__(self) -> str:
+        state = "synchronized" if self._native is None else "done" if self.done() else "in flight"
+        return (
+            f"<hvdtorch.Handle {self._operation.describe()}, {state}, submitted at {self._where()}>"
+        )
+
+
+def poll(handle: Handle) -> bool:
+    """True once `synchronize(handle)` would not block.
+
+    Raises ValueError for a handle that was already synchronized, and for anything that is no
+    handle.
+    """
+    if not isinstance(handle, Handle) or handle._native is None:
+        raise ValueError(f"poll: {handle!r} is no handle of an operation still to be synchronized")
+    return handle.done()
+
+
+def synchronize(handle: Handle) -> Any:
+    """Wait for an asynchronous operation and return its result; the handle is then used up.
+
+    The result is a tensor, for a group a tuple of tensors in input order. None for a handle that
+    was already synchronized, and for anything that is no handle. Raises HorovodInternalError if the
+    operation failed.
+    """
+    return handle._synchronize() if isinstance(handle, Handle) else None
+
+
+# ----------------------------------------------------------------------------------------------
+# The one submit path and the one autograd function
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """An operation without its tensors."""
+
+    kind: int
+    label: str  # the first part of the full name: "grouped_allreduce"
+    process_set: ProcessSet
+    name: str | None = None
+    in_place: bool = False
+    reduce_op: int = SUM
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: int = 0  # rank within the process set
+
+    @property
+    def grouped(self) -> bool:
+        return self.label.startswith("grouped_")
+
+    def describe(self) -> str:
+        return f"{self.label}.{self.name}" if self.name else f"unnamed {self.label}"
+
+    def submit(self, tensors: Sequence[Tensor]) -> Handle:
+        """Check what this rank can see alone, and hand the operation to the core."""
+        if self.name is not None and not isinstance(self.name, str):
+            raise TypeError(f"{self.label}: name must be a str or None, not {self.name!r}")
+        check_member(self.process_set, self.label)
+        for tensor in tensors:
+            check_tensor(tensor, self.label, self.in_place)
+        given = list(tensors)
+        native = _C.submit(
+            self.kind,
+            f"{self.label}.{self.name}" if self.name else "",
+            self.label,
+            given if self.in_place else [_materialized(tensor) for tensor in given],
+            self.grouped,
+            self.in_place,
+            self.reduce_op,
+            self.prescale,
+            self.postscale,
+            self.root,
+            None,
+            self.process_set.process_set_id or 0,
+        )
+        return Handle(self, native, given)
+
+    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Submit, wait, return the results in input order; differentiable."""
+        if torch.is_grad_enabled() and any(
+            isinstance(t, Tensor) and t.requires_grad for t in tensors
+        ):
+            return list(_Collective.apply(self, *tensors))
+        return self.run_detached(tensors)
+
+    def run_detached(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """`run`, unseen by autograd."""
+        results = synchronize(self.submit(tensors))
+        return list(results) if self.grouped else [results]
+
+    def result(self, native: _C.Handle, tensors: list[Tensor]) -> Any:
+        """What `synchronize` returns for the completed operation on `tensors`."""
+        outputs = tensors if self.in_place else native.outputs()
+        if self.grouped:
+            return tuple(outputs)
+        return outputs[0] if outputs else None
+
+    def derived(self, **changes: Any) -> Operation:
+        """The unnamed operation of the same process set that a gradient needs."""
+        return dataclasses.replace(self, name=None, **changes)
+
+    def average(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients averaged over the ranks, in one operation."""
+        label = "grouped_allreduce" if self.grouped else "allreduce"
+        return self.derived(kind=ALLREDUCE, label=label, reduce_op=AVERAGE).run(gradients)
+
+
+class _Collective(torch.autograd.Function):
+    """Any blocking collective as a node of the autograd graph."""
+
+    @staticmethod
+    def forward(ctx: Any, operation: Operation, *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs = operation.run_detached(tensors)
+        ctx.operation = operation
+        ctx.rows = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors]
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        results = _GRADIENTS[ctx.operation.kind](ctx, gradients)
+        needed = ctx.needs_input_grad[1:]
+        return (None, *(g if need else None for g, need in zip(results, needed, strict=True)))
+
+
+def _allreduce_gradient(ctx: Any, gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The same allreduce of the gradients, whatever the op; exact for Sum and Average."""
+    return ctx.operation.derived().run(gradients)
+
+
+def _allgather_gradient(ctx: Any, gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The rows this rank contributed, of the average of the gradients over the ranks."""
+    operation: Operation = ctx.operation
+    rows = torch.tensor([ctx.rows])  # [1, members]
+    everyones_rows = operation.derived(label="allgather").submit([rows])
+    averages = operation.average(gradients)
+    rank = operation.process_set.rank() or 0
+    starts = synchronize(everyones_rows)[:rank].sum(0).tolist()
+    return [
+        average.narrow(0, start, count)
+        for average, start, count in zip(averages, starts, ctx.rows, strict=True)
+    ]
+
+
+def _broadcast_gradient(ctx: Any, gradients: Sequence[Tensor]) -> list[Tensor]:
+    """On the root the average of the gradients over the ranks, zeros elsewhere."""
+    operation: Operation = ctx.operation
+    averages = operation.average(gradients)
+    if operation.process_set.rank() == operation.root:
+        return averages
+    return [torch.zeros_like(gradient) for gradient in gradients]
+
+
+_GRADIENTS: dict[int, Callable[[Any, Sequence[Tensor]], list[Tensor]]] = {
+    ALLREDUCE: _allreduce_gradient,
+    ALLGATHER: _allgather_gradient,
+    BROADCAST: _broadcast_gradient,
+}
