@@ -48,16 +48,14 @@ def submit(
 def start(
     rank: int,
     size: int,
-    host: str,  # this rank's host name, for error texts
+    hosts: list[str],  # host name of every rank, for error texts
     fds: list[int],  # authenticated control sockets: rank 0: one per rank (-1 at 0); others: [fd of rank 0]
     link: object,  # torch.distributed ProcessGroupGloo over all ranks, or None at size 1
     fusion_threshold: int,  # bytes; 0 = no fusion
     cycle_time: float,  # seconds: how long a ready tensor may wait for company
     cache_capacity: int,  # names remembered, so that they travel once
     inline_limit: int,  # bytes: smaller reductions travel inside the log
-    operation_timeout: float,  # seconds without progress of a running transfer; 0 = none
-    thread_affinity: int,  # core of the runtime threads, -1 = any
-    divide_by_active: bool,
+    core: int,  # core of the runtime's threads, -1 = any
 ) -> None: ...
 def stop(reason: str) -> None:
     """Leave the job; idempotent. `reason` is what the other ranks are told ("" = plain shutdown)."""

@@ -3,7 +3,10 @@
 // can be aborted while this thread is blocked in one.
 #pragma once
 
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
+#include <cstddef>
 #include <deque>
 #include <functional>
 #include <map>
@@ -57,6 +60,10 @@ class Executor {
 
   void submit(Work work);
 
+  // How many launches were finished since the last call.
+  int take_finished() noexcept { return finished_.exchange(0); }
+  bool any_finished() const noexcept { return finished_.load() != 0; }
+
   // True once everything submitted is finished; false if `limit` passes first.
   bool drain(std::chrono::milliseconds limit);
 
@@ -85,9 +92,13 @@ class Executor {
   bool stopping_ = false;
   std::map<uint32_t, std::shared_ptr<Transport>> transports_;
   Arena arena_;  // executor thread only
+  std::atomic<int> finished_{0};
   std::atomic<int> thread_id_{0};
   std::thread thread_;
 };
+
+// Writes the result that a log entry carries to where `op` wants it.
+void place_inline_result(const LaunchItem& item, Operation& op);
 
 // Rows that rank r of P receives of d rows: d / P, and one more if r < d % P.
 std::vector<int64_t> split_rows(int64_t rows, int parts);

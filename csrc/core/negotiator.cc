@@ -167,6 +167,11 @@ void Negotiator::on_ready(int rank, Ready ready) {
       (ready.desc->root < 0 || ready.desc->root >= static_cast<int>(set.ranks.size()))) {
     throw DecodeError("rank " + std::to_string(rank) + " named a root outside the process set");
   }
+  const bool silent = ready.desc->kind == OpKind::kBroadcast && ready.desc->root != index;
+  if (ready.payload && !silent &&
+      ready.payload->size() != static_cast<size_t>(ready.desc->bytes())) {
+    throw DecodeError("rank " + std::to_string(rank) + " sent a payload of the wrong length");
+  }
   const std::string name = ready.desc->name;
   auto it = set.pending.try_emplace(name).first;
   Pending& pending = it->second;

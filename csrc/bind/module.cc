@@ -1,0 +1,206 @@
+// The Python module hvdtorch._C; its contract is hvdtorch/_C.pyi.
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <chrono>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bind/gloo_link.h"
+#include "bind/job.h"
+#include "bind/site.h"
+#include "channel/local.h"
+#include "channel/tcp.h"
+#include "transport/host_collectives.h"
+#include "transport/memory_link.h"
+
+namespace hvdtorch {
+namespace {
+
+namespace py = pybind11;
+
+class Handle {
+ public:
+  explicit Handle(Submitted submitted) : submitted_(std::move(submitted)) {}
+
+  // Note [Interruptible wait]
+  // The futex wait ends when a signal reaches this thread, so Ctrl-C works. A signal that came
+  // just before the wait began would be missed: the slice bounds that delay.
+  bool wait(std::optional<double> timeout) {
+    using Clock = Completion::Clock;
+    std::optional<Clock::time_point> deadline;
+    if (timeout) {
+      deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                    std::chrono::duration<double>(*timeout));
+    }
+    for (;;) {
+      if (!submitted_.completion->done()) {
+        const auto slice = Clock::now() + std::chrono::seconds(1);
+        py::gil_scoped_release no_gil;
+        submitted_.completion->wait(deadline && *deadline < slice ? *deadline : slice);
+      }
+      if (submitted_.completion->done()) break;
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+      if (deadline && Clock::now() >= *deadline) return false;
+    }
+    if (!submitted_.completion->error().empty()) {
+      throw InternalError(submitted_.completion->error());
+    }
+    return true;
+  }
+
+  bool done() const { return submitted_.completion->done(); }
+
+  std::optional<std::string> error() const {
+    if (!done() || submitted_.completion->error().empty()) return std::nullopt;
+    return submitted_.completion->error();
+  }
+
+  std::vector<at::Tensor> outputs() const {
+    std::vector<at::Tensor> results;
+    results.reserve(submitted_.members.size());
+    for (const auto& member : submitted_.members) results.push_back(member->result());
+    return results;
+  }
+
+  std::vector<int64_t> received_splits() const {
+    return submitted_.operations.front()->received_splits;
+  }
+
+  void add_done_callback(py::object callback) {
+    auto shared = std::make_shared<py::object>(std::move(callback));
+    submitted_.completion->add_callback([shared]() mutable {
+      py::gil_scoped_acquire gil;
+      try {
+        (*shared)();
+      } catch (py::error_already_set& error) {
+        error.discard_as_unraisable("hvdtorch done callback");
+      }
+      shared.reset();
+    });
+  }
+
+ private:
+  Submitted submitted_;
+};
+
+Handle submit(int kind, std::string name, std::string label, std::vector<at::Tensor> tensors,
+              bool grouped, bool in_place, int reduce_op, double prescale, double postscale,
+              int32_t root, std::optional<std::vector<int64_t>> splits, uint32_t process_set) {
+  if (kind < 0 || kind >= kNumOpKinds) throw std::invalid_argument("unknown operation kind");
+  if (reduce_op < 0 || reduce_op >= kNumReduceOps) {
+    throw std::invalid_argument("unknown reduce op " + std::to_string(reduce_op));
+  }
+  Request request;
+  request.kind = static_cast<OpKind>(kind);
+  request.name = std::move(name);
+  request.label = std::move(label);
+  request.tensors = std::move(tensors);
+  request.grouped = grouped;
+  request.in_place = in_place;
+  request.op = static_cast<ReduceOp>(reduce_op);
+  request.prescale = prescale;
+  request.postscale = postscale;
+  request.root = root;
+  if (splits) request.splits = std::move(*splits);
+  request.process_set = process_set;
+  request.site = current_site();
+  return Handle(Job::instance().submit(std::move(request)));
+}
+
+std::string directory_of(const char* module) {
+  const auto file = py::module_::import(module).attr("__file__").cast<std::string>();
+  return file.substr(0, file.rfind('/') + 1);
+}
+
+void start(int rank, int size, std::vector<std::string> hosts, std::vector<int> fds,
+           py::object link, int64_t fusion_threshold, double cycle_time, uint32_t cache_capacity,
+           int64_t inline_limit, int core) {
+  set_library_directories(directory_of("hvdtorch"), directory_of("torch"));
+  RuntimeOptions options;
+  options.rank = rank;
+  options.size = size;
+  options.hosts = std::move(hosts);
+  options.fusion_threshold = fusion_threshold;
+  options.cycle_time = std::chrono::microseconds(static_cast<int64_t>(cycle_time * 1e6));
+  options.cache_capacity = cache_capacity;
+  options.inline_limit = inline_limit;
+  options.core = core;
+  std::unique_ptr<Channel> channel;
+  std::shared_ptr<PointToPoint> network;
+  if (size == 1) {
+    channel = std::move(make_local_channels(1).front());
+    network = std::move(make_memory_links(1).front());
+  } else {
+    channel = make_tcp_channel(rank, fds);
+    auto* backend = link.cast<c10d::Backend*>();
+    network = make_gloo_link(c10::intrusive_ptr<c10d::Backend>::reclaim_copy(backend));
+  }
+  Job::instance().start(std::move(options), std::move(channel),
+                        std::make_shared<HostCollectives>(std::move(network)));
+}
+
+py::dict stats() {
+  const RuntimeStats& stats = Job::instance().runtime().stats();
+  py::dict all;
+  all["operations"] = stats.operations.load();
+  all["launches"] = stats.launches.load();
+  all["launched_tensors"] = stats.launched_tensors.load();
+  all["inlined_tensors"] = stats.inlined_tensors.load();
+  all["frames_sent"] = stats.frames_sent.load();
+  all["frame_bytes_sent"] = stats.frame_bytes_sent.load();
+  return all;
+}
+
+}  // namespace
+
+// Read from the file before it is loaded (hvdtorch/native.py).
+[[gnu::used]] const char build_stamp[] = "hvdtorch-built-for-torch=" HVDTORCH_TORCH_VERSION;
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.attr("BUILD_TORCH_VERSION") = HVDTORCH_TORCH_VERSION;
+#ifdef HVDTORCH_WITH_CUDA
+  m.attr("BUILD_WITH_CUDA") = true;
+#else
+  m.attr("BUILD_WITH_CUDA") = false;
+#endif
+
+  static PyObject* internal_error = PyErr_NewExceptionWithDoc(
+      "hvdtorch.HorovodInternalError",
+      "A failure that every rank of the job is told about: a mismatch between ranks, or a rank "
+      "that is gone.",
+      PyExc_RuntimeError, nullptr);
+  m.attr("HorovodInternalError") = py::handle(internal_error);
+  py::register_exception_translator([](std::exception_ptr raised) {
+    try {
+      if (raised) std::rethrow_exception(raised);
+    } catch (const InternalError& error) {
+      PyErr_SetString(internal_error, error.what());
+    }
+  });
+
+  py::class_<Handle>(m, "Handle")
+      .def("wait", &Handle::wait, py::arg("timeout") = py::none())
+      .def("done", &Handle::done)
+      .def("error", &Handle::error)
+      .def("outputs", &Handle::outputs)
+      .def("received_splits", &Handle::received_splits)
+      .def("add_done_callback", &Handle::add_done_callback, py::arg("callback"));
+
+  m.def("submit", &submit, py::arg("kind"), py::arg("name"), py::arg("label"), py::arg("tensors"),
+        py::arg("grouped"), py::arg("in_place"), py::arg("reduce_op"), py::arg("prescale"),
+        py::arg("postscale"), py::arg("root"), py::arg("splits"), py::arg("process_set"));
+  m.def("start", &start, py::arg("rank"), py::arg("size"), py::arg("hosts"), py::arg("fds"),
+        py::arg("link"), py::arg("fusion_threshold"), py::arg("cycle_time"),
+        py::arg("cache_capacity"), py::arg("inline_limit"), py::arg("core"));
+  m.def(
+      "stop", [](const std::string& reason) { Job::instance().stop(reason); }, py::arg("reason"),
+      py::call_guard<py::gil_scoped_release>());
+  m.def("is_running", [] { return Job::instance().running(); });
+  m.def("runtime_threads", [] { return Job::instance().runtime().thread_ids(); });
+  m.def("stats", &stats);
+}
+
+}  // namespace hvdtorch

@@ -1,0 +1,135 @@
+// Runtime: one rank's part of the job. Owns the control thread, and one pointer to each of the
+// channel, the executor and, on rank 0, the coordinator's negotiator and planner. It routes what
+// they say to each other and holds no algorithm of its own.
+//
+// Threads: any thread submits; the control thread talks to the other ranks; the executor's thread
+// moves data. `mutex_` guards what they share: operations in flight and the job's state.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "channel/channel.h"
+#include "core/coordinator.h"
+#include "core/executor.h"
+#include "core/message.h"
+#include "core/operation.h"
+
+namespace hvdtorch {
+
+// The caller alone is at fault: ValueError in Python.
+struct DuplicateName : std::invalid_argument {
+  using std::invalid_argument::invalid_argument;
+};
+
+struct RuntimeOptions {
+  int rank = 0;
+  int size = 1;
+  std::vector<std::string> hosts;  // by rank; for error texts
+  int64_t fusion_threshold = 128 << 20;
+  std::chrono::microseconds cycle_time{1000};
+  uint32_t cache_capacity = 1024;
+  int64_t inline_limit = 1024;
+  int core = -1;  // for both threads; -1: any
+  // How long a failed transfer waits for its cause to be known before it is reported as it is.
+  std::chrono::milliseconds cause_grace{3000};
+  // How long stop() lets launched operations finish, and then peers take their leave.
+  std::chrono::milliseconds leave_grace{2000};
+};
+
+struct RuntimeStats {
+  std::atomic<uint64_t> operations{0};        // submitted by this rank
+  std::atomic<uint64_t> launches{0};          // executed here through a transport
+  std::atomic<uint64_t> launched_tensors{0};  // in those; more than launches: fusion worked
+  std::atomic<uint64_t> inlined_tensors{0};   // travelled inside the log
+  std::atomic<uint64_t> frames_sent{0};
+  std::atomic<uint64_t> frame_bytes_sent{0};
+};
+
+class Runtime {
+ public:
+  // `transport` spans the global process set.
+  Runtime(RuntimeOptions options, std::unique_ptr<Channel> channel,
+          std::shared_ptr<Transport> transport);
+  ~Runtime();
+
+  // Submits one operation, or all members of a group at once. Throws DuplicateName if a name is in
+  // flight on this rank, InternalError if the job is down; then nothing was submitted.
+  void submit(std::vector<std::shared_ptr<Operation>> operations);
+
+  // Leaves the job and joins the threads. What is pending here fails; the other ranks are told
+  // `reason` ("" is a plain shutdown). Idempotent.
+  void stop(const std::string& reason) noexcept;
+
+  // Why the job is down, "" while it runs.
+  std::string down_text() const;
+
+  std::vector<int> thread_ids() const;
+  const RuntimeStats& stats() const noexcept { return stats_; }
+
+  // In a forked child: closes this process's copies of the sockets. Nothing else may be called.
+  void abandon_in_child() noexcept { channel_->abandon_in_child(); }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct InFlight {
+    std::shared_ptr<Operation> operation;
+    bool launched = false;
+  };
+
+  void control_loop();
+  void take_submissions();
+  void handle(const Channel::Event& event);
+  void on_coordinator_lost(const std::string& why);
+  void run_coordinator();
+  void control_step();
+  void append(const std::vector<Entry>& entries);
+  void apply(Entry entry);
+  void apply_launch(Launch launch);
+  void apply_down(const Down& down);
+  void send(int rank, const std::string& frame);
+  void leave();
+  std::optional<Clock::time_point> deadline() const;
+
+  void complete(const std::shared_ptr<Operation>& operation, const std::string& error);
+  std::string await_cause(const std::string& text);
+
+  const RuntimeOptions options_;
+  std::unique_ptr<Channel> channel_;
+  RuntimeStats stats_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable cause_known_;
+  std::unordered_map<std::string, InFlight> in_flight_;  // by process set and full name
+  std::vector<std::shared_ptr<Operation>> submitted_;    // not yet seen by the control thread
+  std::optional<std::string> down_;
+  std::optional<std::string> transfer_failure_;  // set by the executor, told by the control thread
+  bool stopping_ = false;
+  bool stopped_ = false;
+  std::string stop_reason_;
+
+  // Control thread only.
+  SlotWriter statement_slots_;
+  SlotReader log_slots_;
+  std::optional<Coordinator> coordinator_;  // rank 0
+  bool aborted_ = false;
+  bool log_ended_ = false;  // the coordinator took its leave
+
+  std::unique_ptr<Executor> executor_;
+  std::atomic<bool> gathering_{false};  // tensors wait for a launch to finish (rank 0)
+  std::atomic<int> control_thread_id_{0};
+  std::thread control_thread_;
+  std::mutex stop_mutex_;
+};
+
+}  // namespace hvdtorch

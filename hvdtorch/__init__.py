@@ -1,0 +1,35 @@
+"""hvdtorch: what `horovod.torch` gives, on today's PyTorch.
+
+    import hvdtorch as hvd
+
+The public names live in `hvdtorch.torch` and are loaded at first use, so that the launcher, which
+needs none of them, starts without importing torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hvdtorch.version import __version__
+
+if TYPE_CHECKING:
+    from hvdtorch.torch import *  # noqa: F403
+
+__all__ = ["__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if not name.startswith("_"):
+        import importlib
+
+        api = importlib.import_module("hvdtorch.torch")
+        if name in api.__all__:
+            globals()[name] = value = getattr(api, name)
+            return value
+    raise AttributeError(f"module 'hvdtorch' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    import importlib
+
+    return sorted({*globals(), *importlib.import_module("hvdtorch.torch").__all__})

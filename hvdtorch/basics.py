@@ -1,0 +1,225 @@
+"""init, shutdown, and what a rank may ask about its place in the job.
+
+`init()` finds the launcher's settings (bootstrap.py), meets the other ranks (rendezvous.py) and
+starts the native runtime. `shutdown()` leaves the job; it also runs at interpreter exit, so a
+script that forgets it, or dies of an exception, takes its leave and tells the others why.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from hvdtorch import _C, buildinfo
+from hvdtorch.bootstrap import Placement, find_launch, open_store
+from hvdtorch.config import Config
+from hvdtorch.process_sets import ProcessSet, global_process_set
+from hvdtorch.rendezvous import SHARED_SETTINGS, meet
+from hvdtorch.version import __version__
+
+_placement: Placement | None = None
+_link: object = None
+_round = 0  # init() calls of this process that met other ranks
+_last_words = ""  # the exception that ends this script, told to the other ranks
+_at_shutdown: list[Callable[[], None]] = []
+
+
+def init(
+    comm: Sequence[int] | None = None,
+    process_sets: Sequence[ProcessSet] | str | None = None,
+) -> None:
+    """Join the job: block until every rank has called it.
+
+    Without a launcher this is a job of one process (rank 0, size 1). Calling it again while
+    initialised does nothing; after `shutdown()` it joins anew, if all ranks do.
+
+    Args:
+        comm: None, or the list of all ranks; subsets and MPI communicators are refused.
+        process_sets: None; process sets are not available in this version.
+
+    Raises:
+        ValueError: arguments or the launcher's variables make no sense.
+        TimeoutError, ConnectionError, RuntimeError: the ranks did not meet within the start
+            timeout (HVDTORCH_START_TIMEOUT, 30 s); the text names the ranks that are missing.
+    """
+    global _placement, _link, _round
+    if process_sets:
+        raise NotImplementedError("init(process_sets=...) is not available in this version")
+    launch = find_launch(os.environ)
+    if comm is not None:
+        if not isinstance(comm, Sequence) or isinstance(comm, (str, bytes)):
+            raise ValueError(
+                f"init(comm=...) takes None or the list of all ranks, not {type(comm).__name__}; "
+                "MPI communicators are not supported"
+            )
+        if sorted(comm) != list(range(launch.size)):
+            raise ValueError(
+                f"init(comm={list(comm)}) names a part of the {launch.size} ranks: start only the "
+                "ranks that should take part"
+            )
+    if _C.is_running():
+        return
+    config = Config.from_env(os.environ)
+    core = -1
+    if config.thread_affinity:
+        core = config.thread_affinity[(launch.local_rank or 0) % len(config.thread_affinity)]
+    if launch.size == 1:
+        placement, hosts, fds = Placement(0, 1, 0, 1, 0, 1), [""], [-1]
+        settings: dict[str, Any] = {name: getattr(config, name) for name in SHARED_SETTINGS}
+    else:
+        store = open_store(launch, config.start_timeout)
+        version = f"hvdtorch {__version__}, torch {torch.__version__}"
+        meeting = meet(store, launch, config, version, _round)
+        _round += 1
+        placement, hosts, fds = meeting.placement, meeting.hosts, meeting.fds
+        settings, _link = meeting.settings, meeting.link
+    _C.start(
+        rank=placement.rank,
+        size=placement.size,
+        hosts=hosts,
+        fds=fds,
+        link=_link,
+        fusion_threshold=settings["fusion_threshold"],
+        cycle_time=settings["cycle_time"] / 1000,
+        cache_capacity=settings["cache_capacity"],
+        inline_limit=settings["inline_limit"],
+        core=core,
+    )
+    _placement = placement
+    global_process_set._bind(placement.rank, placement.size)
+    _install_exit_hooks()
+
+
+def shutdown() -> None:
+    """Leave the job. Pending and later collectives of the other ranks fail with
+    `HorovodInternalError`. Does nothing when not initialised."""
+    _leave("")
+
+
+def _leave(reason: str) -> None:
+    global _placement, _link
+    if not _C.is_running():
+        return
+    for callback in _at_shutdown:
+        callback()
+    _C.stop(reason)
+    _link = None
+    _placement = None
+    global_process_set._unbind()
+
+
+def on_shutdown(callback: Callable[[], None]) -> None:
+    """Have `callback()` run at the beginning of each shutdown (for modules that keep state)."""
+    _at_shutdown.append(callback)
+
+
+# ---- last words ----
+
+_hooks_installed = False
+
+
+def _install_exit_hooks() -> None:
+    """Once per process: leave at exit, and remember the exception that ends the script."""
+    global _hooks_installed
+    if _hooks_installed:
+        return
+    _hooks_installed = True
+    atexit.register(lambda: _leave(_last_words))
+    previous = sys.excepthook
+
+    def remember(
+        kind: type[BaseException], value: BaseException, trace: TracebackType | None
+    ) -> None:
+        global _last_words
+        _last_words = _describe(kind, value, trace)
+        previous(kind, value, trace)
+
+    sys.excepthook = remember
+
+
+def _describe(
+    kind: type[BaseException], value: BaseException, trace: TracebackType | None
+) -> str:
+    """ "ValueError: bad batch (train.py:17)", one line."""
+    text = "".join(traceback.format_exception_only(kind, value)).strip().splitlines()[-1]
+    frames = traceback.extract_tb(trace)
+    if frames:
+        text += f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})"
+    return text[:500]
+
+
+# ---- where am I ----
+
+
+def is_initialized() -> bool:
+    """True between init() and shutdown() of this process. Never raises."""
+    return _placement is not None
+
+
+def _here() -> Placement:
+    if _placement is None:
+        raise ValueError("hvdtorch is not initialized: call hvd.init() first")
+    return _placement
+
+
+def rank() -> int:
+    """Index of this process in the job, 0 to size() - 1. ValueError before init()."""
+    return _here().rank
+
+
+def size() -> int:
+    """Number of processes in the job. ValueError before init()."""
+    return _here().size
+
+
+def local_rank() -> int:
+    """Index of this process among those of its host. ValueError before init()."""
+    return _here().local_rank
+
+
+def local_size() -> int:
+    """Number of processes on this host. ValueError before init()."""
+    return _here().local_size
+
+
+def cross_rank() -> int:
+    """Index of this host among those that have this local rank. ValueError before init()."""
+    return _here().cross_rank
+
+
+def cross_size() -> int:
+    """Number of hosts that have this local rank. ValueError before init()."""
+    return _here().cross_size
+
+
+# ---- what was built, what is used ----
+
+mpi_built = buildinfo.mpi_built
+gloo_built = buildinfo.gloo_built
+nccl_built = buildinfo.nccl_built
+ddl_built = buildinfo.ddl_built
+ccl_built = buildinfo.ccl_built
+cuda_built = buildinfo.cuda_built
+rocm_built = buildinfo.rocm_built
+
+
+def mpi_enabled() -> bool:
+    """Whether MPI carries control or data in this run: never."""
+    return False
+
+
+def gloo_enabled() -> bool:
+    """Whether Gloo carries data in this run: from init() on."""
+    return is_initialized()
+
+
+def mpi_threads_supported() -> bool:
+    """Raises ValueError: MPI is not used."""
+    raise ValueError("mpi_threads_supported() has no answer: this build does not use MPI")

@@ -1,0 +1,5 @@
+"""Exceptions that users catch."""
+
+from hvdtorch._C import HorovodInternalError
+
+__all__ = ["HorovodInternalError"]
