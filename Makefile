@@ -11,7 +11,7 @@ TORCH ?= torch==2.14.1 torchvision==0.29.1
 PYTEST_ARGS ?=
 
 BIN := $(abspath $(VENV))/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq  # errors only
 EXTRAS := build demo test lint bench
 TORCH_STAMP := $(VENV)/.stamp-torch-$(shell printf '%s' '$(TORCH)' | tr -c 'A-Za-z0-9.' '_')
 NATIVE := setup.py pyproject.toml hvdtorch/version.py \
