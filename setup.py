@@ -193,10 +193,9 @@ class Plan:
         extension.include_dirs = [str(ROOT / "csrc")]
         extension.library_dirs = native.library_dirs
         extension.libraries = native.libraries
-        extension.define_macros = [
-            ("HVDTORCH_TORCH_VERSION", f'"{torch.__version__}"'),
-            ("HVDTORCH_WITH_CUDA", "1" if self.with_cuda else "0"),
-        ]
+        extension.define_macros = [("HVDTORCH_TORCH_VERSION", f'"{torch.__version__}"')]
+        if self.with_cuda:
+            extension.define_macros.append(("HVDTORCH_WITH_CUDA", None))
         extension.extra_compile_args = {"cxx": cxx, "nvcc": ["-O3", "-std=c++20", *system]}
         extension.extra_link_args = ["-pthread"]
         extension.language = "c++"
