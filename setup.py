@@ -18,6 +18,7 @@ Objects are kept in build/ per torch version, so building again compiles only wh
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shlex
@@ -244,7 +245,11 @@ class BuildNative(build_ext if torch is None else cpp_extension.BuildExtension):
         print(plan.summary(jobs, self.build_temp), flush=True)
         for extension in self.extensions:
             plan.fill(extension)
-        super().run()
+        folder = Path(self.build_temp)
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "lock", "w") as lock:  # builds of one tree take turns
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            super().run()
 
 
 setup(

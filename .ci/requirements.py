@@ -1,6 +1,6 @@
 """Prints the requirements of pyproject.toml's extras named on the command line, one a line.
 
-pip installs extras only together with the package, which would compile it before its tools are there.
+pip installs extras only together with the package, and would compile it before its tools exist.
 """
 
 import sys
