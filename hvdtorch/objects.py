@@ -96,7 +96,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 
 
 # ----------------------------------------------------------------------------------------------
-# What the functions above and broadcast.py are made of
+# What the functions above and broadcast_state.py are made of
 
 
 def is_this_rank(global_rank: int, process_set: ProcessSet) -> bool:

@@ -9,10 +9,7 @@ The public functions in collectives.py are descriptions of operations; nothing e
 from __future__ import annotations
 
 import dataclasses
-import os
-import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -25,16 +22,6 @@ from .process_sets import ProcessSet
 # Values of OpKind and ReduceOp in csrc/core/types.h.
 ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER, BARRIER = range(6)
 AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT = range(6)
-
-_LIBRARIES = tuple(os.path.dirname(package) + os.sep for package in (__file__, torch.__file__))
-
-
-def _user_line() -> tuple[str, int] | None:
-    """File and line of the innermost caller outside hvdtorch and torch."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-    return (frame.f_code.co_filename, frame.f_lineno) if frame else None
 
 
 # ----------------------------------------------------------------------------------------------
@@ -57,7 +44,10 @@ def check_member(process_set: ProcessSet, what: str) -> None:
 
 
 def check_tensor(tensor: object, what: str, in_place: bool) -> None:
-    """Raise unless `tensor` is one that the core can read, and write if `in_place`."""
+    """Raise for what is not a dense tensor, or cannot be written if `in_place`.
+
+    The core checks the rest: device, dtype, op.
+    """
     if not isinstance(tensor, Tensor):
         raise TypeError(
             f"{what}: expected a torch.Tensor, got {type(tensor).__name__}; "
@@ -67,21 +57,11 @@ def check_tensor(tensor: object, what: str, in_place: bool) -> None:
         raise ValueError(
             f"{what}: a {tensor.layout} tensor has no dense layout; pass tensor.to_dense()"
         )
-    if tensor.device.type not in ("cpu", "cuda"):
+    if in_place and overlaps_itself(tensor):
         raise ValueError(
-            f"{what}: no data to send on device {tensor.device}; use a CPU or CUDA tensor"
+            f"{what}: cannot write into an expanded tensor, whose elements share memory; pass "
+            "tensor.contiguous()"
         )
-    if in_place:
-        if tensor.is_conj() or tensor.is_neg():
-            raise ValueError(
-                f"{what}: cannot write into a lazily conjugated or negated view; pass "
-                "tensor.resolve_conj().resolve_neg()"
-            )
-        if overlaps_itself(tensor):
-            raise ValueError(
-                f"{what}: cannot write into an expanded tensor, whose elements share memory; pass "
-                "tensor.contiguous()"
-            )
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
@@ -89,15 +69,6 @@ def overlaps_itself(tensor: Tensor) -> bool:
     return any(
         stride == 0 and length > 1
         for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
-    )
-
-
-def _materialized(tensor: Tensor) -> Tensor:
-    """The tensor, its memory holding its values: no lazy conjugation, no lazy sign."""
-    return (
-        tensor.detach().resolve_conj().resolve_neg()
-        if tensor.is_conj() or tensor.is_neg()
-        else tensor
     )
 
 
@@ -111,13 +82,12 @@ class Handle:
     It keeps the operation's tensors alive until `synchronize` has returned its result.
     """
 
-    __slots__ = ("__weakref__", "_future", "_line", "_native", "_operation", "_tensors")
+    __slots__ = ("__weakref__", "_future", "_native", "_operation", "_tensors")
 
     def __init__(self, operation: Operation, native: _C.Handle, tensors: list[Tensor]) -> None:
         self._operation = operation
         self._native: _C.Handle | None = native
         self._tensors = tensors
-        self._line = _user_line()
         self._future: torch.futures.Future[Any] | None = None
 
     def done(self) -> bool:
@@ -131,15 +101,7 @@ class Handle:
         HorovodInternalError if the operation failed. Signal handlers run while it waits.
         """
         native = self._native
-        if native is None:
-            return True
-        try:
-            return native.wait(timeout)
-        except HorovodInternalError as error:
-            # A note, not part of the text: that is the same on all ranks.
-            if sys.version_info >= (3, 11):
-                error.add_note(f"This rank submitted it at {self._where()}.")
-            raise
+        return native is None or native.wait(timeout)
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of what `synchronize` returns; asking for it does not use the handle up.
@@ -179,14 +141,9 @@ class Handle:
                 self._native = None
                 self._tensors = []
 
-    def _where(self) -> str:
-        return "{}:{}".format(*self._line) if self._line else "an unknown line"
-
     def __repr__(self) -> str:
         state = "synchronized" if self._native is None else "done" if self.done() else "in flight"
-        return (
-            f"<hvdtorch.Handle {self._operation.describe()}, {state}, submitted at {self._where()}>"
-        )
+        return f"<hvdtorch.Handle {self._operation.describe()}, {state}>"
 
 
 def poll(handle: Handle) -> bool:
@@ -214,7 +171,7 @@ def synchronize(handle: Handle) -> Any:
 # The one submit path and the one autograd function
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True)
 class Operation:
     """An operation without its tensors."""
 
@@ -247,7 +204,7 @@ class Operation:
             self.kind,
             f"{self.label}.{self.name}" if self.name else "",
             self.label,
-            given if self.in_place else [_materialized(tensor) for tensor in given],
+            given,
             self.grouped,
             self.in_place,
             self.reduce_op,
@@ -308,7 +265,8 @@ class _Collective(torch.autograd.Function):
 
 def _allreduce_gradient(ctx: Any, gradients: Sequence[Tensor]) -> list[Tensor]:
     """The same allreduce of the gradients, whatever the op; exact for Sum and Average."""
-    return ctx.operation.derived().run(gradients)
+    operation: Operation = ctx.operation
+    return operation.derived().run(gradients)
 
 
 def _allgather_gradient(ctx: Any, gradients: Sequence[Tensor]) -> list[Tensor]:

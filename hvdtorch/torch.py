@@ -27,9 +27,7 @@ from hvdtorch.basics import (  # noqa: E402
     shutdown,
     size,
 )
-from hvdtorch.broadcast import (  # noqa: E402
-    allgather_object,
-    broadcast_object,
+from hvdtorch.broadcast_state import (  # noqa: E402
     broadcast_optimizer_state,
     broadcast_parameters,
 )
@@ -52,6 +50,8 @@ from hvdtorch.collectives import (  # noqa: E402
     broadcast_,
     broadcast_async,
     broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
     grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
@@ -61,6 +61,7 @@ from hvdtorch.collectives import (  # noqa: E402
 )
 from hvdtorch.compression import Compression  # noqa: E402
 from hvdtorch.exceptions import HorovodInternalError  # noqa: E402
+from hvdtorch.objects import allgather_object, broadcast_object  # noqa: E402
 from hvdtorch.optimizer import DistributedOptimizer  # noqa: E402
 from hvdtorch.process_sets import ProcessSet, global_process_set  # noqa: E402
 from hvdtorch.version import __version__  # noqa: E402
@@ -101,6 +102,8 @@ __all__ = [
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",

@@ -7,6 +7,8 @@ An optimizer's state is sent as a skeleton, the pickle of all its options and st
 tensor is replaced by a `_Slot`, followed by the tensors themselves in one batch. So it may be
 nested in any way and hold anything, and whatever rank it is missing on gets it without ever
 running a step.
+
+(A module of this package must not be called `broadcast`: importing it would hide `hvd.broadcast`.)
 """
 
 from __future__ import annotations
