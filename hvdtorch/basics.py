@@ -8,6 +8,7 @@ script that forgets it, or dies of an exception, takes its leave and tells the o
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import traceback
@@ -28,6 +29,7 @@ _placement: Placement | None = None
 _link: object = None
 _round = 0  # init() calls of this process that met other ranks
 _last_words = ""  # the exception that ends this script, told to the other ranks
+_echo_fd = -1  # where hvdrun wants to hear that this rank fails because another one did
 _at_shutdown: list[Callable[[], None]] = []
 
 
@@ -49,7 +51,7 @@ def init(
         TimeoutError, ConnectionError, RuntimeError: the ranks did not meet within the start
             timeout (HVDTORCH_START_TIMEOUT, 30 s); the text names the ranks that are missing.
     """
-    global _placement, _link, _round
+    global _placement, _link, _round, _echo_fd
     if process_sets:
         raise NotImplementedError("init(process_sets=...) is not available in this version")
     launch = find_launch(os.environ)
@@ -67,6 +69,7 @@ def init(
     if _C.is_running():
         return
     config = Config.from_env(os.environ)
+    _echo_fd = config.echo_fd
     core = -1
     if config.thread_affinity:
         core = config.thread_affinity[(launch.local_rank or 0) % len(config.thread_affinity)]
@@ -139,6 +142,9 @@ def _install_exit_hooks() -> None:
     ) -> None:
         global _last_words
         _last_words = _describe(kind, value, trace)
+        if issubclass(kind, _C.HorovodInternalError) and _echo_fd >= 0 and _placement is not None:
+            with contextlib.suppress(OSError):
+                os.write(_echo_fd, b"%d\n" % _placement.rank)
         previous(kind, value, trace)
 
     sys.excepthook = remember

@@ -1,0 +1,7 @@
+"""`python -m hvdtorch.launch` is `hvdrun`."""
+
+import sys
+
+from hvdtorch.launch.cli import main
+
+sys.exit(main())
