@@ -80,7 +80,7 @@ test: build
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.stamp-tools
-	@echo "ruff";         $(BIN)/ruff check .
+	@echo "ruff";         $(BIN)/ruff check . && $(BIN)/ruff format --check -q .
 	@echo "clang-format"; $(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	@echo "mypy";         $(BIN)/mypy
 
