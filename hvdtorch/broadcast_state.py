@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -190,28 +190,25 @@ def broadcast_optimizer_state(
         _assign(optimizer, parameters, skeleton)
 
 
-@dataclasses.dataclass
-class _Contents:
-    """All of an optimizer but its parameters, which are known by their number."""
-
-    options: list[dict[str, Any]]  # by param group
-    state: dict[int, Any]  # by parameter
-    other: dict[Any, Any]  # state under keys that are no parameters
+# All of an optimizer but its parameters, which are known by their number: "options" by param group,
+# "state" by parameter, "other" state under keys that are no parameters.
+_Contents = dict[str, Any]
 
 
 def _contents(optimizer: Optimizer, parameters: list[Tensor]) -> _Contents:
     number = {id(parameter): i for i, parameter in enumerate(parameters)}
-    return _Contents(
-        options=[{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
-        state={number[id(k)]: v for k, v in optimizer.state.items() if id(k) in number},
-        other={k: v for k, v in optimizer.state.items() if not isinstance(k, Tensor)},
-    )
+    state = optimizer.state.items()
+    return {
+        "options": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
+        "state": {number[id(k)]: v for k, v in state if id(k) in number},
+        "other": {k: v for k, v in state if not isinstance(k, Tensor)},
+    }
 
 
 def _assign(optimizer: Optimizer, parameters: list[Tensor], received: _Contents) -> None:
-    for group, options in zip(optimizer.param_groups, received.options, strict=True):
+    for group, options in zip(optimizer.param_groups, received["options"], strict=True):
         group.update(options)
-    state = {parameters[i]: value for i, value in received.state.items()} | received.other
+    state = {parameters[i]: value for i, value in received["state"].items()} | received["other"]
     for key in list(optimizer.state):
         if key not in state:
             del optimizer.state[key]
@@ -224,18 +221,22 @@ def _assign(optimizer: Optimizer, parameters: list[Tensor], received: _Contents)
             optimizer.state[key] = value
 
 
+_Path = tuple[Any, ...]  # keys and indices that lead to a value in nested dicts, lists and tuples
+
+
 @dataclasses.dataclass(frozen=True)
 class _Slot:
     """A tensor's place in the skeleton: all of it but its values."""
 
     index: int  # in the order of sending
+    path: _Path  # in the contents; () inside of something else
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     device_type: str
     requires_grad: bool
 
-    def fits(self, tensor: object) -> bool:
+    def fits(self, tensor: object) -> TypeGuard[Tensor]:
         return (
             _is_plain(tensor)
             and (tensor.dtype, tuple(tensor.shape)) == (self.dtype, self.shape)
@@ -244,18 +245,23 @@ class _Slot:
             and _is_writable(tensor)
         )
 
-    def allocate(self, device: torch.device) -> Tensor:
+    def allocate(self, parameters: list[Tensor]) -> Tensor:
+        """A tensor without values, on the device of the parameter it belongs to."""
+        owners = parameters
+        if self.path[:1] == ("state",):
+            owners = [parameters[self.path[1]], *parameters]
+        devices = [owner.device for owner in owners if owner.device.type == self.device_type]
         return torch.empty_strided(
             self.shape,
             self.stride,
             dtype=self.dtype,
-            device=device,
+            device=devices[0] if devices else self.device_type,
             requires_grad=self.requires_grad,
         )
 
 
 def _is_plain(tensor: object) -> TypeGuard[Tensor]:
-    """Whether a tensor travels as its bytes; others (sparse, subclasses) are pickled whole."""
+    """Whether a tensor travels as its bytes; others (sparse, subclasses) are pickled."""
     return (
         isinstance(tensor, Tensor)
         and type(tensor) in (Tensor, torch.nn.Parameter)
@@ -269,9 +275,33 @@ def _is_writable(tensor: Tensor) -> bool:
     return not (overlaps_itself(tensor) or tensor.is_conj() or tensor.is_neg())
 
 
+def _find_tensors(value: Any, path: _Path, found: dict[int, _Path]) -> None:
+    """Record the path to every tensor by its id."""
+    if isinstance(value, Tensor):
+        found.setdefault(id(value), path)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _find_tensors(item, (*path, key), found)
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            _find_tensors(item, (*path, i), found)
+
+
+def _at(value: Any, path: _Path) -> Any:
+    """What the path leads to, None if it leads nowhere."""
+    for key in path:
+        try:
+            value = value[key]
+        except (LookupError, TypeError):
+            return None
+    return value
+
+
 def _dump(contents: _Contents, parameters: list[Tensor]) -> tuple[memoryview, list[Tensor]]:
     """The skeleton, and the tensors in the order of their slots."""
     number = {id(parameter): i for i, parameter in enumerate(parameters)}
+    paths: dict[int, _Path] = {}
+    _find_tensors(contents, (), paths)
     slots: dict[int, _Slot] = {}
     tensors: list[Tensor] = []
     kept: list[Tensor] = []  # ids are only unique among living objects
@@ -285,14 +315,14 @@ def _dump(contents: _Contents, parameters: list[Tensor]) -> tuple[memoryview, li
             if id(obj) not in slots:
                 kept.append(obj)
                 tensors.append(obj if _is_writable(obj) else obj.detach().clone().contiguous())
-                stride = torch.empty_like(obj, device="meta").stride()  # dense, in the same order
                 slots[id(obj)] = _Slot(
-                    len(slots),
-                    obj.dtype,
-                    tuple(obj.shape),
-                    stride,
-                    obj.device.type,
-                    obj.requires_grad,
+                    index=len(slots),
+                    path=paths.get(id(obj), ()),
+                    dtype=obj.dtype,
+                    shape=tuple(obj.shape),
+                    stride=torch.empty_like(obj, device="meta").stride(),  # dense, same order
+                    device_type=obj.device.type,
+                    requires_grad=obj.requires_grad,
                 )
             return slots[id(obj)]
 
@@ -306,56 +336,22 @@ def _load(
 ) -> tuple[_Contents, list[Tensor]]:
     """The root's contents with tensors still to be filled, and those tensors in order of slots.
 
-    Reads the skeleton twice: first to see which slots have a matching tensor here, then to build.
+    A tensor that this rank has in the same place is used again if it matches.
     """
+    tensors: dict[int, Tensor] = {}
+    taken = {id(parameter) for parameter in parameters}  # parameters are not to be overwritten
 
-    def read(resolve: Callable[[_Slot], Any]) -> _Contents:
-        class SkeletonUnpickler(pickle.Unpickler):
-            def persistent_load(self, pid: int | _Slot) -> Any:
-                return resolve(pid) if isinstance(pid, _Slot) else parameters[pid]
+    class SkeletonUnpickler(pickle.Unpickler):
+        def persistent_load(self, pid: int | _Slot) -> Tensor:
+            if isinstance(pid, int):
+                return parameters[pid]
+            if pid.index not in tensors:
+                mine = _at(local, pid.path)
+                if not pid.fits(mine) or id(mine) in taken:
+                    mine = pid.allocate(parameters)
+                taken.add(id(mine))
+                tensors[pid.index] = mine
+            return tensors[pid.index]
 
-        contents: _Contents = SkeletonUnpickler(io.BytesIO(data)).load()
-        return contents
-
-    plan = _Placement(parameters)
-    outline = read(lambda slot: slot)
-    plan.match(outline.options, local.options, None)
-    plan.match(outline.other, local.other, None)
-    for i, value in outline.state.items():
-        plan.match(value, local.state.get(i), parameters[i].device)
-    contents = read(plan.tensor)
-    return contents, [plan.tensors[i] for i in range(len(plan.tensors))]
-
-
-class _Placement:
-    """Which tensor of this rank each slot becomes."""
-
-    def __init__(self, parameters: list[Tensor]) -> None:
-        self.tensors: dict[int, Tensor] = {}  # by slot
-        self._devices: dict[int, torch.device] = {}  # by slot
-        self._taken = {id(parameter) for parameter in parameters}  # never to be overwritten
-        self._default = {parameter.device.type: parameter.device for parameter in parameters}
-
-    def match(self, received: Any, local: Any, device: torch.device | None) -> None:
-        """Walk both structures in parallel; `device` is that of the parameter they belong to."""
-        if isinstance(received, _Slot):
-            if device is not None and device.type == received.device_type:
-                self._devices.setdefault(received.index, device)
-            free = received.index not in self.tensors and id(local) not in self._taken
-            if free and received.fits(local):
-                self._taken.add(id(local))
-                self.tensors[received.index] = local
-        elif isinstance(received, dict):
-            there = local if isinstance(local, dict) else {}
-            for key, value in received.items():
-                self.match(value, there.get(key), device)
-        elif isinstance(received, list | tuple):
-            others = local if isinstance(local, list | tuple) else []
-            for i, value in enumerate(received):
-                self.match(value, others[i] if i < len(others) else None, device)
-
-    def tensor(self, slot: _Slot) -> Tensor:
-        if slot.index not in self.tensors:
-            default = self._default.get(slot.device_type, torch.device(slot.device_type))
-            self.tensors[slot.index] = slot.allocate(self._devices.get(slot.index, default))
-        return self.tensors[slot.index]
+    contents: _Contents = SkeletonUnpickler(io.BytesIO(data)).load()
+    return contents, [tensors[i] for i in range(len(tensors))]

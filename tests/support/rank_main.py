@@ -36,7 +36,7 @@ def _call(message: bytes) -> Any:
 def _answer(message: bytes | None) -> bytes:
     try:
         return pickle.dumps((True, hvd.init() if message is None else _call(message), None, ""))
-    except Exception as error:
+    except BaseException as error:  # pytest's own failures are no Exception
         text = traceback.format_exc()
         try:
             pickle.loads(pickle.dumps(error))  # some exceptions cannot be rebuilt from their args
