@@ -1,4 +1,4 @@
-"""Prints the requirements of pyproject.toml's extras named on the command line, one a line.
+"""Prints what the package and its extras named on the command line require, one a line.
 
 pip installs extras only together with the package, and would compile it before its tools exist.
 """
@@ -11,5 +11,7 @@ except ImportError:  # Python 3.10
     from pip._vendor import tomli as tomllib
 
 with open("pyproject.toml", "rb") as file:
-    extras = tomllib.load(file)["project"]["optional-dependencies"]
-print(*sorted({line for extra in sys.argv[1:] for line in extras[extra]}), sep="\n")
+    project = tomllib.load(file)["project"]
+extras = project["optional-dependencies"]
+lines = set(project["dependencies"]).union(*(extras[name] for name in sys.argv[1:]))
+print(*sorted(lines), sep="\n")
