@@ -1,0 +1,179 @@
+"""Who is measured: one class per library, all with the same five methods; `PEERS` is their table.
+
+To add a library, write its class and add a row. One that needs an interpreter of its own overrides
+`prepare` and `sample` instead of the collectives, and forwards both to a process beside each rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from collective_bench.cases import ROOT, Case
+
+
+class Peer:
+    """A library under test in this process."""
+
+    name: str
+    _case: Case
+    _inputs: list[Tensor]
+    _expected: list[Tensor]
+    _tensors: list[Tensor]
+    _run: Callable[[], Sequence[Tensor]]
+
+    # ---- what a library must have ----
+
+    def setup(self) -> None:
+        """Connect the ranks."""
+
+    def close(self) -> None:
+        """Take leave."""
+
+    def version(self) -> str:
+        """For the head of the report."""
+        raise NotImplementedError
+
+    def allreduce_(self, tensor: Tensor, op: str) -> Tensor:
+        """In place, blocking; op is "sum" or "average"."""
+        raise NotImplementedError
+
+    def allreduce_many_(self, tensors: Sequence[Tensor], op: str) -> Sequence[Tensor]:
+        """In place: start all, then wait for all."""
+        raise NotImplementedError
+
+    def allgather(self, tensor: Tensor) -> Tensor:
+        """The ranks' tensors one after another, blocking."""
+        raise NotImplementedError
+
+    def broadcast_(self, tensor: Tensor) -> Tensor:
+        """In place from rank ROOT, blocking."""
+        raise NotImplementedError
+
+    # ---- one measurement ----
+
+    def prepare(self, case: Case, rank: int) -> None:
+        """Make the tensors of `case`; nothing of this is timed."""
+        self._case = case
+        self._inputs = [case.input(rank, i) for i in range(case.tensors)]
+        self._expected = [case.result(i) for i in range(case.tensors)]
+        if case.collective == "broadcast" and rank != ROOT:
+            self._inputs = [torch.zeros_like(tensor) for tensor in self._inputs]
+        self._tensors = [tensor.clone() for tensor in self._inputs]
+        tensors, first = self._tensors, self._tensors[0]
+        if case.collective == "allgather":
+            self._run = lambda: [self.allgather(first)]
+        elif case.collective == "broadcast":
+            self._run = lambda: [self.broadcast_(first)]
+        elif case.tensors > 1:
+            self._run = lambda: self.allreduce_many_(tensors, case.op)
+        else:
+            self._run = lambda: [self.allreduce_(first, case.op)]
+
+    def sample(self, barrier: Callable[[], None]) -> tuple[int, int]:
+        """Run the prepared case once: (nanoseconds on this rank, wrong elements on this rank)."""
+        for tensor, value in zip(self._tensors, self._inputs, strict=True):
+            tensor.copy_(value)  # the last round's result is in it
+        barrier()
+        begin = time.perf_counter_ns()
+        results = self._run()
+        elapsed = time.perf_counter_ns() - begin
+        wrong = sum(
+            int((result != expected).sum()) if result.shape == expected.shape else expected.numel()
+            for result, expected in zip(results, self._expected, strict=True)
+        )
+        return elapsed, wrong
+
+
+class Hvdtorch(Peer):
+    """hvdtorch, on whatever transport it chooses."""
+
+    name = "hvdtorch"
+
+    def setup(self) -> None:
+        import hvdtorch as hvd
+
+        self._hvd = hvd
+        self._ops = {"sum": hvd.Sum, "average": hvd.Average}
+        hvd.init()
+
+    def close(self) -> None:
+        self._hvd.shutdown()
+
+    def version(self) -> str:
+        from hvdtorch.config import Config
+
+        config = Config.from_env()
+        return (
+            f"{self._hvd.__version__}, fusion threshold {config.fusion_threshold} bytes, "
+            f"cycle time {config.cycle_time:g} ms, inline limit {config.inline_limit} bytes"
+        )
+
+    def prepare(self, case: Case, rank: int) -> None:
+        super().prepare(case, rank)
+        # Gradients have names that come back every step; so do these.
+        self._names = [f"bench.{case.title()}.{i}" for i in range(case.tensors)]
+
+    def allreduce_(self, tensor: Tensor, op: str) -> Tensor:
+        return self._hvd.allreduce_(tensor, name=self._names[0], op=self._ops[op])
+
+    def allreduce_many_(self, tensors: Sequence[Tensor], op: str) -> Sequence[Tensor]:
+        start, finish, code = self._hvd.allreduce_async_, self._hvd.synchronize, self._ops[op]
+        handles = [start(t, name=n, op=code) for t, n in zip(tensors, self._names, strict=True)]
+        return [finish(handle) for handle in handles]
+
+    def allgather(self, tensor: Tensor) -> Tensor:
+        return self._hvd.allgather(tensor, name=self._names[0])
+
+    def broadcast_(self, tensor: Tensor) -> Tensor:
+        return self._hvd.broadcast_(tensor, ROOT, name=self._names[0])
+
+
+class Gloo(Peer):
+    """torch.distributed with its Gloo backend."""
+
+    name = "gloo"
+
+    def setup(self) -> None:
+        # A group of its own: the default one belongs to the benchmark.
+        self._group = dist.new_group(backend="gloo")
+        # Older torch knows it by its second name only.
+        self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+    def close(self) -> None:
+        dist.destroy_process_group(self._group)
+
+    def version(self) -> str:
+        return f"torch.distributed {torch.__version__}"
+
+    def _average(self, tensor: Tensor) -> Tensor:
+        # Gloo sums only, so its users divide; integers as hvdtorch does, toward zero.
+        if tensor.is_floating_point():
+            return tensor.div_(self._case.size)
+        return tensor.div_(self._case.size, rounding_mode="trunc")
+
+    def allreduce_(self, tensor: Tensor, op: str) -> Tensor:
+        dist.all_reduce(tensor, group=self._group)
+        return self._average(tensor) if op == "average" else tensor
+
+    def allreduce_many_(self, tensors: Sequence[Tensor], op: str) -> Sequence[Tensor]:
+        works = [dist.all_reduce(t, group=self._group, async_op=True) for t in tensors]
+        for work in works:
+            work.wait()
+        return [self._average(t) for t in tensors] if op == "average" else tensors
+
+    def allgather(self, tensor: Tensor) -> Tensor:
+        output = tensor.new_empty(self._case.count)
+        self._gather(output, tensor, group=self._group)
+        return output
+
+    def broadcast_(self, tensor: Tensor) -> Tensor:
+        dist.broadcast(tensor, ROOT, group=self._group)
+        return tensor
+
+
+PEERS: dict[str, type[Peer]] = {"gloo": Gloo}

@@ -1,0 +1,149 @@
+"""benchmarks/collectives.py: the whole of it on two ranks, and the parts its claims rest on.
+
+No time is asserted: times belong to machines.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.processes import REPOSITORY
+from support.scripts import run_script
+
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+import collectives
+from collective_bench import cases, measure, peers, report
+
+SCRIPT = REPOSITORY / "benchmarks" / "collectives.py"
+
+
+@pytest.mark.timeout(200)
+def test_run_on_two_ranks_writes_checked_rows(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    options = "--np 2 --sizes 4B,4KiB --many 3x4KB --collectives allreduce,allgather,broadcast"
+    options += " --dtypes float32,bfloat16 --ops sum,average --iterations 3"
+    job = run_script(1, SCRIPT, timeout=180, args=[*options.split(), "--json", str(file)])
+    assert job.returncode == 0, job.outputs
+    document = json.loads(file.read_text())
+    assert document["np"] == 2
+    assert document["peers"].keys() == {"hvdtorch", "gloo"}
+    rows = document["rows"]
+    asked = {
+        (collective, tensors, dtype, op, peer)
+        for collective, tensors, ops in (
+            ("allreduce", 1, ("sum", "average")),
+            ("allreduce", 3, ("sum", "average")),
+            ("allgather", 1, ("-",)),
+            ("broadcast", 1, ("-",)),
+        )
+        for op in ops
+        for dtype in ("float32", "bfloat16")
+        for peer in ("hvdtorch", "gloo")
+    }
+    keys = [(r["collective"], r["tensors"], r["dtype"], r["op"], r["peer"]) for r in rows]
+    assert set(keys) == asked
+    assert {r["samples"] for r in rows} == {3}
+    assert [r for r in rows if r["wrong"] != 0] == []
+    assert all(0 < r["median_us"] <= r["p99_us"] for r in rows)
+    assert all((r["ratio"] is None) == (r["peer"] == "hvdtorch") for r in rows)
+    assert job.outputs[0].count("allreduce") >= sum(r["collective"] == "allreduce" for r in rows)
+    assert [goal["rows"] for goal in document["goals"]] == [2 * 2 * 2]  # one tensor below 64 KiB
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--sizes 4X", "'4X' is not a size"),
+        ("--sizes 2B", "2 B is less than one float32"),
+        ("--many 160", "'160' is not a number"),
+        ("--ops product", "'product' is none of sum, average"),
+        ("--sizes none --many none", "nothing to measure"),
+        ("--np 100 --dtypes bfloat16", "cannot be checked"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    options: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        collectives.parse(options.split())
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_sizes_are_decimal_or_binary_as_written() -> None:
+    sizes = ("4", "4B", "4KB", "4KiB", "3MB", "64MiB", "1GiB")
+    expected = [4, 4, 4000, 4096, 3_000_000, 2**26, 2**30]
+    assert [cases.parse_bytes(text) for text in sizes] == expected
+    shown = ["4 B", "4 KB", "4 KiB", "64 MiB", "1234 B"]
+    assert [cases.show_bytes(n) for n in (4, 4000, 4096, 2**26, 1234)] == shown
+
+
+@pytest.mark.parametrize("dtype", list(cases.DTYPES))
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_expected_results_follow_from_the_inputs_and_are_exact(dtype: str, size: int) -> None:
+    def case(collective: str, op: str = "-") -> cases.Case:
+        return cases.Case(collective, 8 * 240, dtype, op, size)
+
+    inputs = [case("allreduce", "sum").input(rank, tensor=7).double() for rank in range(size)]
+    total = torch.stack(inputs).sum(0)
+    assert len(total.unique()) == 5  # neighbours differ, so a misplaced block shows
+    assert torch.equal(case("allreduce", "sum").result(7).double(), total)
+    average = total / size if cases.DTYPES[dtype].is_floating_point else (total / size).trunc()
+    assert torch.equal(case("allreduce", "average").result(7).double(), average)
+    gathered = torch.cat([case("allgather").input(rank) for rank in range(size)])
+    assert torch.equal(case("allgather").result(), gathered)
+    assert gathered.numel() == case("allgather").count
+    assert torch.equal(case("broadcast").result(), case("broadcast").input(cases.ROOT))
+
+
+def test_bus_bandwidth() -> None:
+    def case(collective: str, op: str = "-", tensors: int = 1) -> cases.Case:
+        return cases.Case(collective, 4_000_000, "float32", op, 4, tensors)
+
+    assert case("allreduce", "sum").algbw(0.001) == 4.0
+    assert case("allreduce", "sum").busbw(0.001) == 6.0
+    assert case("allgather").busbw(0.001) == 3.0
+    assert case("broadcast").busbw(0.001) == 4.0
+    assert case("allreduce", "sum", tensors=10).busbw(0.01) == 6.0
+
+
+def test_percentile_is_the_nearest_rank() -> None:
+    values = [float(v) for v in range(200, 0, -1)]
+    assert measure.percentile(values, 0.99) == 198.0
+    assert measure.percentile([7.0], 0.99) == 7.0
+
+
+class Wrong(peers.Peer):
+    """A library of one rank that spoils the last two elements."""
+
+    name = "wrong"
+
+    def allreduce_(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
+        tensor[-2:] += 1
+        return tensor
+
+
+def test_wrong_elements_are_counted_in_every_sample() -> None:
+    peer = Wrong()
+    peer.prepare(cases.Case("allreduce", 400, "float32", "sum", 1), rank=0)
+    assert [peer.sample(lambda: None)[1] for _ in range(3)] == [2, 2, 2]
+
+
+def test_goals_name_the_worst_row() -> None:
+    def rows(nbytes: int, tensors: int, gloo_us: float) -> list[report.Row]:
+        timings = [
+            measure.Timing(name, 9, us, us, 0)
+            for name, us in (("hvdtorch", 100), ("gloo", gloo_us))
+        ]
+        return report.rows_of(
+            cases.Case("allreduce", nbytes, "float32", "sum", 2, tensors), timings
+        )
+
+    table = rows(4, 1, 60) + rows(4096, 1, 70) + rows(65536, 1, 100) + rows(4000, 160, 499)
+    small, large, many = report.verdicts(table)
+    assert (small.rows, small.rows_met, small.ratio, small.worst) == (2, 1, 0.6, "4 B float32 sum")
+    assert not small.met
+    assert large.met and large.rows == 1
+    assert not many.met and many.ratio == 4.99
