@@ -11,7 +11,7 @@ Coordinator::Coordinator(Options options)
       planner_(options_.fusion_threshold),
       log_slots_(options_.cache_capacity),
       statement_slots_(options_.size, SlotReader(options_.cache_capacity)),
-      departed_(options_.size, 0) {}
+      presence_(options_.size, Presence::kHere) {}
 
 std::string Coordinator::describe(int rank) const {
   std::string text = "rank " + std::to_string(rank);
@@ -23,13 +23,13 @@ std::string Coordinator::describe(int rank) const {
 }
 
 void Coordinator::on_frame(int rank, const std::string& frame, Clock::time_point now) {
-  if (departed_[rank]) return;
+  if (presence_[rank] != Presence::kHere) return;
   try {
     for (auto& statement : decode_statements(frame, statement_slots_[rank])) {
       on_statement(rank, std::move(statement), now);
     }
   } catch (const DecodeError& error) {
-    departed_[rank] = true;
+    presence_[rank] = Presence::kIgnored;
     end(describe(rank) + " sent a control message that makes no sense (" + error.what() +
             "); are all ranks running the same version of hvdtorch with the same settings?",
         true);
@@ -40,28 +40,31 @@ void Coordinator::on_statement(int rank, Statement statement, Clock::time_point 
   if (auto* ready = std::get_if<Ready>(&statement)) {
     negotiator_.on_ready(rank, std::move(*ready));
   } else if (const auto* bye = std::get_if<Bye>(&statement)) {
-    departed_[rank] = true;
+    presence_[rank] = Presence::kGone;
+    // A launch that it left unread is one that it takes no part in: the others must not wait.
+    const bool clean = bye->clean && bye->launches == launches_;
     end(describe(rank) + " has left the job" +
             (bye->reason.empty() ? " (hvd.shutdown() or end of its script)"
                                  : " after " + bye->reason),
-        !bye->clean);
+        !clean);
   } else {
     // Most often the transfer failed because a peer died, whose connection to us breaks as well:
     // that is the better explanation, so it gets a moment to turn up.
-    if (failure_) return;
+    if (failure_ || aborted_) return;
     failure_ = describe(rank) + " reports a failed transfer: " + std::get<Failed>(statement).text;
     failure_due_ = now + options_.cause_grace;
   }
 }
 
 void Coordinator::on_lost(int rank, const std::string& why) {
-  if (std::exchange(departed_[rank], 1) != 0) return;
+  if (std::exchange(presence_[rank], Presence::kGone) != Presence::kHere) return;
   end(describe(rank) + " is gone without a goodbye: it was killed or crashed (" + why + ")", true);
 }
 
 void Coordinator::end(std::string text, bool abort) {
   failure_due_.reset();
   ended_ = true;
+  aborted_ |= abort;
   urgent_.emplace_back(Down{std::move(text), abort, false});
 }
 
@@ -82,6 +85,7 @@ std::vector<Entry> Coordinator::take_entries(Clock::time_point now) {
         planner_.queued_bytes() >= options_.fusion_threshold) {
       for (Launch& launch : planner_.plan()) {
         ++unfinished_;
+        ++launches_;
         entries.emplace_back(std::move(launch));
       }
       oldest_queued_.reset();

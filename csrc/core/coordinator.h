@@ -49,13 +49,16 @@ class Coordinator {
 
   // Encodes entries as one frame of the log.
   std::string encode(const std::vector<Entry>& entries);
-  bool departed(int rank) const { return departed_[rank] != 0; }
+  // Said goodbye, or lost: nothing more can be sent to it.
+  bool departed(int rank) const { return presence_[rank] == Presence::kGone; }
 
   // "rank 2 (host b)"
   std::string describe(int rank) const;
 
  private:
   static constexpr int kPipeline = 2;
+  // kIgnored: spoke nonsense. It is not listened to, but still told why the job ends.
+  enum class Presence : char { kHere, kIgnored, kGone };
 
   void end(std::string text, bool abort);
 
@@ -64,10 +67,12 @@ class Coordinator {
   Planner planner_;
   SlotWriter log_slots_;
   std::vector<SlotReader> statement_slots_;
-  std::vector<char> departed_;  // by rank: said goodbye, or lost
-  std::vector<Entry> urgent_;  // Down entries
-  bool ended_ = false;  // a Down entry was made: nothing is launched after it
-  int unfinished_ = 0;
+  std::vector<Presence> presence_;  // by rank
+  std::vector<Entry> urgent_;       // Down entries
+  bool ended_ = false;              // a Down entry was made: nothing is launched after it
+  bool aborted_ = false;            // one that aborts
+  uint64_t launches_ = 0;           // in the log, through a transport
+  int unfinished_ = 0;              // of those, on this rank
   std::optional<Clock::time_point> oldest_queued_;
   std::optional<std::string> failure_;  // a transfer failed and no dead peer is known yet
   std::optional<Clock::time_point> failure_due_;

@@ -1,5 +1,6 @@
 #include "core/message.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 
@@ -124,9 +125,10 @@ Desc get_desc(Cursor& in) {
   d.postscale = in.get<double>();
   d.name = in.text();
   d.shape = in.ints();
-  int64_t numel = size_of(d.dtype);
+  // Dimensions of 0 are left out: the size of a row must be computable as well.
+  int64_t bytes = size_of(d.dtype);
   for (int64_t dim : d.shape) {
-    if (dim < 0 || __builtin_mul_overflow(numel, dim, &numel)) {
+    if (dim < 0 || __builtin_mul_overflow(bytes, std::max<int64_t>(dim, 1), &bytes)) {
       throw DecodeError("a shape is negative or too large");
     }
   }
@@ -157,6 +159,7 @@ Launch get_launch(Cursor& in, SlotReader& slots) {
   Launch launch;
   launch.inlined = in.flag();
   const size_t n = in.count(6);
+  if (n == 0) throw DecodeError("a launch of nothing");
   launch.items.reserve(n);
   for (size_t i = 0; i < n; ++i) {
     LaunchItem item;
@@ -236,6 +239,7 @@ void encode(std::string& frame, const Statement& statement, SlotWriter& slots) {
   } else if (const auto* bye = std::get_if<Bye>(&statement)) {
     put<uint8_t>(frame, static_cast<uint8_t>(Tag::kBye));
     put<uint8_t>(frame, bye->clean ? 1 : 0);
+    put<uint64_t>(frame, bye->launches);
     put_text(frame, bye->reason);
   } else {
     put<uint8_t>(frame, static_cast<uint8_t>(Tag::kFailed));
@@ -286,6 +290,7 @@ std::vector<Statement> decode_statements(std::string_view frame, SlotReader& slo
       case Tag::kBye: {
         Bye bye;
         bye.clean = in.flag();
+        bye.launches = in.get<uint64_t>();
         bye.reason = in.text();
         statements.emplace_back(std::move(bye));
         break;

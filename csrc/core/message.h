@@ -35,11 +35,13 @@ struct Ready {
   Desc desc;
   std::optional<std::string> payload;
 };
-// "I leave the job." `reason` is empty for a plain shutdown. `clean`: nothing that was launched is
-// unfinished here, so the others' running transfers may finish.
+// "I leave the job." `reason` is empty for a plain shutdown. `clean`: nothing of what this rank has
+// taken from the log is unfinished here. `launches`: how many launches through a transport that
+// were; where the log holds more, the others wait for this rank in vain.
 struct Bye {
   std::string reason;
   bool clean = true;
+  uint64_t launches = 0;
 };
 // "My data transport failed." The cause is usually a peer's death that the coordinator sees itself.
 struct Failed {

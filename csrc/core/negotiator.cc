@@ -34,9 +34,10 @@ bool rows_may_differ(OpKind kind) {
   return kind == OpKind::kAllgather || kind == OpKind::kAlltoall;
 }
 
-// The names carry the kind, so the kind itself cannot differ here.
 const std::vector<Field>& fields() {
   static const std::vector<Field> all = {
+      {"operation", "All ranks must call the same collective",
+       [](const OpDesc& d) { return std::string(name_of(d.kind)); }},
       {"dtype", "All ranks must pass tensors of one dtype",
        [](const OpDesc& d) { return std::string(name_of(d.dtype)); }},
       {"device", "All ranks must pass tensors on the same kind of device",
@@ -68,10 +69,14 @@ const std::vector<Field>& fields() {
   return all;
 }
 
+bool may_carry_payload(OpKind kind) {
+  return kind == OpKind::kAllreduce || kind == OpKind::kAllgather || kind == OpKind::kBroadcast;
+}
+
 // Rows and the like apart, what one rank says is what all must say.
 bool agree(const OpDesc& a, const OpDesc& b) {
-  if (a.dtype != b.dtype || a.device.kind != b.device.kind || a.group_size != b.group_size ||
-      a.group != b.group) {
+  if (a.kind != b.kind || a.dtype != b.dtype || a.device.kind != b.device.kind ||
+      a.group_size != b.group_size || a.group != b.group) {
     return false;
   }
   if (rows_may_differ(a.kind)) {
@@ -84,7 +89,8 @@ bool agree(const OpDesc& a, const OpDesc& b) {
     return false;
   }
   if (reduces(a.kind)) {
-    return a.op == b.op && a.prescale == b.prescale && a.postscale == b.postscale;
+    return a.op == b.op && same_factor(a.prescale, b.prescale) &&
+           same_factor(a.postscale, b.postscale);
   }
   return a.kind != OpKind::kBroadcast || a.root == b.root;
 }
@@ -119,6 +125,7 @@ std::string disagreement(const std::vector<Ready>& by_rank, const std::vector<in
     }
     advice += std::string(". ") + field.advice;
     first_field = false;
+    if (&field == &fields().front()) break;  // of different collectives all else differs by nature
   }
   out << advice << ".";
   return out.str();
@@ -166,6 +173,10 @@ void Negotiator::on_ready(int rank, Ready ready) {
   if (ready.desc->kind == OpKind::kBroadcast &&
       (ready.desc->root < 0 || ready.desc->root >= static_cast<int>(set.ranks.size()))) {
     throw DecodeError("rank " + std::to_string(rank) + " named a root outside the process set");
+  }
+  if (ready.payload && !may_carry_payload(ready.desc->kind)) {
+    throw DecodeError("rank " + std::to_string(rank) + " sent a payload with a " +
+                      name_of(ready.desc->kind));
   }
   const bool silent = ready.desc->kind == OpKind::kBroadcast && ready.desc->root != index;
   if (ready.payload && !silent &&
@@ -234,14 +245,21 @@ void Negotiator::complete(uint32_t id, Set& set, const std::string& name, Pendin
       group.names.push_back(name);
       group.agreed.push_back(std::move(agreement));
     }
-    if (++group.complete < r.desc->group_size) continue;
+    // Ranks that disagree on how many members there are: more than the fewest never get complete.
+    int32_t members = r.desc->group_size;
+    for (const Ready& other : by_rank) {
+      if (other.desc->group == r.desc->group) members = std::min(members, other.desc->group_size);
+    }
+    if (++group.complete < members) continue;
     Decision decision;
     if (group.error.empty()) {
       decision.agreed = std::move(group.agreed);
     } else {
       decision.error = Error{id, std::move(group.names), std::move(group.error)};
     }
-    decisions_.push_back(std::move(decision));
+    // No names: every member failed on its own.
+    if (!decision.error || !decision.error->names.empty())
+      decisions_.push_back(std::move(decision));
     set.groups.erase(r.desc->group);
   }
 }

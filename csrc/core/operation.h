@@ -24,10 +24,10 @@ struct OpDesc {
   double postscale = 1.0;
   std::string name;  // full name, unique among the set's operations in flight
   std::vector<int64_t> shape;
-  std::string group;        // full name of the group, "" if alone
-  int32_t group_size = 1;   // members that are launched together
-  std::string site;         // "train.py:31", for error texts; never compared
-  bool remembered = true;   // false: a name that will not come back (unnamed operations)
+  std::string group;       // full name of the group, "" if alone
+  int32_t group_size = 1;  // members that are launched together
+  std::string site;        // "train.py:31", for error texts; never compared
+  bool remembered = true;  // false: a name that will not come back (unnamed operations)
 
   int64_t numel() const noexcept {
     int64_t n = 1;
@@ -46,13 +46,16 @@ struct OpDesc {
 // Shared: the tables of the control plane, the log and the operation itself all refer to one.
 using Desc = std::shared_ptr<const OpDesc>;
 
+// Equal, or both not a number (which compares unequal to itself).
+bool same_factor(double, double) noexcept;
+
 // True if both say the same of the tensor (site apart): the later one need not be sent in full.
 bool same_statement(const OpDesc&, const OpDesc&) noexcept;
 
 struct Operation {
   Desc desc;
   const void* input = nullptr;  // contiguous, desc->bytes() long
-  void* output = nullptr;       // contiguous; null until `allocate` is called for kinds that need it
+  void* output = nullptr;  // contiguous; null until `allocate` is called for kinds that need it
   // Makes the output once its shape is known (allgather, alltoall, reducescatter).
   std::function<void*(const std::vector<int64_t>& shape)> allocate;
   // Runs when the result is in place, before completion (copies back into a strided tensor).

@@ -11,8 +11,8 @@ bool fusable(const OpDesc& a, const OpDesc& b) {
   if (a.process_set != b.process_set || a.kind != b.kind || !(a.device == b.device)) return false;
   switch (a.kind) {
     case OpKind::kAllreduce:
-      return a.dtype == b.dtype && a.op == b.op && a.prescale == b.prescale &&
-             a.postscale == b.postscale;
+      return a.dtype == b.dtype && a.op == b.op && same_factor(a.prescale, b.prescale) &&
+             same_factor(a.postscale, b.postscale);
     case OpKind::kBroadcast:  // bytes are bytes
       return a.root == b.root;
     default:

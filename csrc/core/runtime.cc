@@ -190,9 +190,9 @@ void Runtime::on_coordinator_lost(const std::string& why) {
   if (log_ended_) return;
   std::string who = "rank 0";
   if (!options_.hosts.empty()) who += " (host " + options_.hosts[0] + ")";
-  apply(Down{who + ", the coordinator, is gone without a goodbye: it was killed or crashed (" +
-                 why + ")",
-             true, true});
+  apply(Down{
+      who + ", the coordinator, is gone without a goodbye: it was killed or crashed (" + why + ")",
+      true, true});
 }
 
 void Runtime::run_coordinator() {
@@ -248,6 +248,7 @@ void Runtime::apply_launch(Launch launch) {
     }
   }
   if (!launch.inlined) {
+    ++launches_;
     stats_.launches.fetch_add(1, std::memory_order_relaxed);
     stats_.launched_tensors.fetch_add(work.operations.size(), std::memory_order_relaxed);
     work.launch = std::move(launch);
@@ -295,13 +296,13 @@ void Runtime::leave() {
     reason = stop_reason_;
   }
   if (coordinator_) {
-    const std::string text = coordinator_->describe(0) + " has left the job" +
-                             (reason.empty() ? " (hvd.shutdown() or end of its script)"
-                                             : " after " + reason);
+    const std::string text =
+        coordinator_->describe(0) + " has left the job" +
+        (reason.empty() ? " (hvd.shutdown() or end of its script)" : " after " + reason);
     append({Down{text, !clean, true}});
   } else {
     std::string frame;
-    encode(frame, Bye{reason, clean}, statement_slots_);
+    encode(frame, Bye{reason, clean, launches_}, statement_slots_);
     send(0, frame);
   }
   apply_down(Down{"hvd.shutdown() was called on this rank first", !clean, true});

@@ -124,6 +124,7 @@ class Runtime {
   std::optional<Coordinator> coordinator_;  // rank 0
   bool aborted_ = false;
   bool log_ended_ = false;  // the coordinator took its leave
+  uint64_t launches_ = 0;   // taken from the log, through the transport
 
   std::unique_ptr<Executor> executor_;
   std::atomic<bool> gathering_{false};  // tensors wait for a launch to finish (rank 0)

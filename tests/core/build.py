@@ -30,6 +30,8 @@ SOURCES = (
     "csrc/kernels/*.cc",
     "tests/core/*_test.cc",
     "tests/core/*_reference.cc",
+    "tests/core/allocations.cc",
+    "tests/core/fuzz_*.cc",
 )
 SANITIZERS = ("none", "address,undefined", "thread")
 FLAGS = ("-std=c++20", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Werror", "-I", "csrc")
