@@ -1,0 +1,249 @@
+"""The gradient reducer: averages gradients over the ranks while `backward()` runs.
+
+Words used here:
+
+- A *slot* is a parameter this process reduces. A *group* is the slots that one optimizer brought
+  in, with that optimizer's settings; optimizers over the same parameters share the group.
+- A *pass* is one `backward()` that accumulated into a slot's `.grad`. Each group counts its own.
+  The pass that makes a group *due* (number `passes_per_step` since its last reduction) reduces it.
+- A *round* is the one meeting of all ranks, at the end of a due pass.
+
+In a due pass, a hook that runs right after a `.grad` was accumulated launches the in-place
+allreduce of that gradient, so communication overlaps with the rest of the pass. At the end of the
+pass (an autograd engine callback, so still inside `backward()`) the round launches what only other
+ranks have launched, as zeros if nothing was accumulated here, and waits for everything. When
+`backward()` returns, `.grad` is the reduced gradient on every rank. How launching and rounds work
+is in gradient_rounds.py; this file is about parameters, hooks and passes.
+
+Note [What ranks must agree on]
+    Which slots fire, and in which order, may differ between ranks. The number of rounds may not:
+    every due pass is a round, and `step()` holds one if none has covered its parameters since the
+    last step, so that a rank whose loss did not depend on them meets the ranks whose loss did. A
+    round covers all groups, since ranks may differ in which groups they reached. And nothing that
+    ranks must agree on may depend on when Python collects an object.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.utils.hooks import unserializable_hook
+
+from .gradient_groups import Group, Settings, Slot
+from .gradient_rounds import CLEAN, HELD, TWICE, Rounds
+
+_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+_current_node: Callable[[], Any] = torch._C._current_autograd_node
+_queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+
+
+class GradientReducer:
+    """All groups of this process, and the pass that is going on."""
+
+    def __init__(self, process_set: int) -> None:
+        self._rounds = Rounds(process_set)
+        self._names: set[str] = set()  # ever used since init()
+        self._task = -1  # the engine's number of the backward() that is running, as far as known
+        self._open: dict[int, int] = {}  # numbers of those whose end is awaited, and their threads
+        self._overtaken: set[int] = set()  # those in another thread than the pass that just ended
+
+    # -- Wrapping ---------------------------------------------------------------------------------
+
+    def add(
+        self,
+        owner: str,
+        parameters: Sequence[tuple[str, Tensor]],
+        settings: Settings,
+        group: Group | None = None,
+    ) -> list[Slot]:
+        """Reduce these (name, parameter) pairs; returns their slots, in order, new or shared.
+
+        New slots go into `group`, or into a new group. Names that were used before get the first
+        free prefix of "optimizer1.", "optimizer2.", ... Raises ValueError for a parameter that is
+        reduced with other settings already.
+        """
+        known = self._known()
+        if any(id(parameter) in known for _, parameter in parameters):
+            # An optimizer that nobody can reach must not count: on other ranks it may be gone.
+            gc.collect()
+            known = self._known()
+        fresh = []
+        for name, parameter in parameters:
+            slot = known.get(id(parameter))
+            if slot is None:
+                fresh.append((name, parameter))
+            elif slot.group.settings != settings:
+                raise ValueError(
+                    f"parameter {name!r} of {owner} is already reduced for {slot.group.owner} with "
+                    f"other settings ({slot.group.settings} there, {settings} here): use the same "
+                    "settings, or let go of the first optimizer"
+                )
+        if fresh:
+            scope = self._scope([name for name, _ in fresh])
+            group = group or Group(owner, settings)
+            if group not in self._rounds.groups:
+                self._rounds.groups.append(group)
+            self._rounds.groups_changed()
+            for name, parameter in fresh:
+                slot = Slot(group, len(group.slots), scope + name, parameter)
+                group.slots.append(slot)
+                group.marks.append(CLEAN)
+                known[id(parameter)] = slot
+                self._hook(slot, parameter)
+        return [known[id(parameter)] for _, parameter in parameters]
+
+    def _known(self) -> dict[int, Slot]:
+        """The slots by id of their parameter."""
+        slots = (slot for group in self._rounds.groups if group.alive for slot in group.slots)
+        return {id(slot.parameter()): slot for slot in slots if slot.parameter() is not None}
+
+    def _scope(self, names: list[str]) -> str:
+        scope, number = "", 0
+        while any(scope + name in self._names for name in names):
+            number += 1
+            scope = f"optimizer{number}."
+        self._names.update(scope + name for name in names)
+        return scope
+
+    def configure(self, group: Group, settings: Settings) -> None:
+        group.configure(settings)
+        self._rounds.groups_changed()
+
+    def reset(self) -> None:
+        """The job has ended. Optimizers stay wrapped, for the next one."""
+        self._rounds.reset()
+        self._names = {slot.name for slot in self._rounds.slots()}
+        self._task = -1
+        self._open.clear()
+
+    def release_gradients(self) -> None:
+        """Before `.grad` is written: take out what a failed backward() has left in flight."""
+        self._rounds.release_gradients()
+
+    # -- Hooks: they run once per parameter and pass, so every line counts -------------------------
+
+    def _hook(self, slot: Slot, parameter: Tensor) -> None:
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            return  # never has a gradient
+        group, rounds = slot.group, self._rounds
+
+        @unserializable_hook
+        def before(_: Tensor) -> None:
+            if slot.guarded:
+                rounds.set_aside(slot)
+
+        def after(parameter: Tensor) -> None:
+            task = _graph_task_id()
+            if task != self._task:
+                self._enter(task)
+            group.fired = True
+            if slot.handle is not None:
+                group.marks[slot.index] = TWICE
+            elif group.passes + 1 < group.passes_per_step:
+                group.marks[slot.index] = HELD
+            else:
+                rounds.launch(slot, parameter.grad)  # type: ignore[arg-type]
+
+        required = parameter.requires_grad
+        parameter.requires_grad_(True)  # hooks can be set only then; they outlive later changes
+        slot.hooks = [
+            parameter.register_hook(before),
+            parameter.register_post_accumulate_grad_hook(after),
+        ]
+        parameter.requires_grad_(required)
+
+    # -- Passes -----------------------------------------------------------------------------------
+
+    def _enter(self, task: int) -> None:
+        """A slot fired in another backward() than the last one did."""
+        if task in self._overtaken:
+            raise _overlapping()
+        self._task = task
+        if task not in self._open:
+            self._open[task] = threading.get_ident()
+            _queue_callback(lambda: self._leave(task))
+
+    def _leave(self, task: int) -> None:
+        """The engine has finished a backward()."""
+        self._task = -1
+        thread = self._open.pop(task, None)
+        if task in self._overtaken:
+            self._overtaken.discard(task)
+            raise _overlapping()
+        node = _current_node()
+        if node is not None:
+            # A node of another backward() called this one (a reentrant checkpoint). The pass ends
+            # with the outer one, which is the current one again as soon as that node is done.
+            def resume(*_: Any) -> None:
+                handle.remove()
+                self._enter(_graph_task_id())
+
+            handle = node.register_hook(resume)
+            return
+        # What else is open was abandoned by an exception, or runs in another thread of the user's.
+        # (Threads of the engine do not count: several of them work on one backward().)
+        for other, its_thread in self._open.items():
+            if its_thread != thread and {thread, its_thread} <= _python_threads():
+                self._overtaken.add(other)
+        self._open.clear()
+        self._end_pass()
+
+    def _end_pass(self) -> None:
+        due = False
+        for group in self._rounds.groups:
+            if group.fired:
+                group.fired = False
+                if group.passes + 1 < group.passes_per_step:
+                    group.passes += 1
+                else:
+                    due = True
+                    self._rounds.launch_held(group)
+        if due:
+            self._rounds.hold()
+
+    def flush(self, groups: Iterable[Group], meet: bool) -> None:
+        """Reduce what is accumulated and unreduced in these groups.
+
+        With `meet`, hold a round also if there is nothing, but no round has covered one of the
+        groups since the last step: Note [What ranks must agree on].
+        """
+        needed = False
+        for group in groups:
+            if any(group.marks):
+                needed = True
+                self._rounds.launch_held(group)
+            elif meet and not group.met:
+                needed = True
+        if needed:
+            self._rounds.hold()
+
+    def forget(self, groups: Iterable[Group], slots: Iterable[Slot]) -> None:
+        """What these slots accumulated will not be reduced; the count of passes starts anew."""
+        for group in groups:
+            if not group.passes and not any(group.marks):
+                continue
+            for slot in slots:
+                if slot.group is group and group.marks[slot.index] == HELD:
+                    group.marks[slot.index] = CLEAN
+                    slot.aside = None
+            if HELD not in group.marks:
+                group.passes = 0
+
+
+def _python_threads() -> set[int | None]:
+    """Threads started by Python, as opposed to those of the autograd engine."""
+    dummy = threading._DummyThread
+    return {thread.ident for thread in threading.enumerate() if not isinstance(thread, dummy)}
+
+
+def _overlapping() -> RuntimeError:
+    return RuntimeError(
+        "two threads ran backward() at the same time on parameters of a DistributedOptimizer, so "
+        "the ranks cannot tell which gradients belong together: run one backward() after the other"
+    )

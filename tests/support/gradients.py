@@ -1,0 +1,43 @@
+"""What the tests of DistributedOptimizer need on the ranks: parameters, gradients, a record."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import hvdtorch as hvd
+from hvdtorch import gradient_rounds
+
+
+def parameter(*values: float, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(values, dtype=dtype))
+
+
+def wrap(named: dict[str, nn.Parameter], **options: Any) -> Any:
+    sgd = torch.optim.SGD(named.values(), lr=0.1)
+    return hvd.DistributedOptimizer(sgd, named_parameters=named.items(), **options)
+
+
+def push(gradient: float, *parameters: nn.Parameter) -> None:
+    """A backward() in which every element of the parameters has this gradient."""
+    sum((p.sum() * gradient for p in parameters), start=torch.zeros(())).backward()
+
+
+class Submissions(list[str]):
+    """The names of the operations that the reducer submits inside a `with`."""
+
+    def __enter__(self) -> "Submissions":
+        self._submit = gradient_rounds._submit
+
+        def record(kind: int, name: str, *rest: object) -> Any:
+            self.append(name)
+            return self._submit(kind, name, *rest)
+
+        gradient_rounds._submit = record
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gradient_rounds._submit = self._submit
+
+    def gradients(self) -> list[str]:
+        return sorted(name for name in self if not name.startswith("allreduce.hvdtorch."))
