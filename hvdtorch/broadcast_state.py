@@ -59,9 +59,9 @@ def broadcast_parameters(
         (name or f"number {i}", str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
         for i, (name, tensor) in enumerate(entries)
     ]
-    everyones = differing(
-        description if problem is None else f"{type(problem).__name__}: {problem}"
-    )
+    if problem is not None:
+        description = f"{type(problem).__name__}: {problem}"
+    everyones = differing(description, "broadcast_parameters")
     if problem is not None:
         raise problem
     if everyones is not None:
@@ -153,14 +153,15 @@ def broadcast_optimizer_state(
     in the sizes of their param groups; RuntimeError with the same text on every rank if the root's
     state cannot be pickled or a rank cannot rebuild it.
     """
+    name = "broadcast_optimizer_state"
     mine = (type(optimizer).__name__, [len(group["params"]) for group in optimizer.param_groups])
-    everyones = differing(mine)
+    everyones = differing(mine, name)
     if everyones is not None:
         held: dict[str, list[int]] = {}
-        for rank, (name, sizes) in enumerate(everyones):
-            held.setdefault(f"{name} with param groups of {sizes} parameters", []).append(rank)
+        for rank, (kind, sizes) in enumerate(everyones):
+            held.setdefault(f"{kind} with param groups of {sizes} parameters", []).append(rank)
         texts = [f"{what} on ranks {ranks}" for what, ranks in held.items()]
-        raise ValueError("broadcast_optimizer_state: the optimizers differ: " + ", ".join(texts))
+        raise ValueError(f"{name}: the optimizers differ: " + ", ".join(texts))
 
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     is_root = is_this_rank(root_rank, global_process_set)
@@ -173,18 +174,15 @@ def broadcast_optimizer_state(
             payload, tensors = _dump(_contents(optimizer, parameters), parameters)
         except Exception as caught:
             error = caught
-    data = broadcast_bytes(payload, root_rank, None, global_process_set)
+    data = broadcast_bytes(payload, root_rank, name, global_process_set)
     if data is not None and not is_root:
         try:
             skeleton, tensors = _load(data, _contents(optimizer, parameters), parameters)
         except Exception as caught:
             error = caught
-    agree(error, "broadcast_optimizer_state")
+    agree(error, name, name, global_process_set)
     _wait_all(
-        [
-            broadcast_async_(tensor, root_rank, f"optimizer_state.{i}")
-            for i, tensor in enumerate(tensors)
-        ]
+        [broadcast_async_(tensor, root_rank, f"{name}.{i}") for i, tensor in enumerate(tensors)]
     )
     if not is_root:
         _assign(optimizer, parameters, skeleton)

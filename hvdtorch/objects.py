@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .collectives import allgather, allgather_async, broadcast_, synchronize
+from .operation import check_member
 from .process_sets import ProcessSet, global_process_set
 
 try:
@@ -50,6 +51,8 @@ def broadcast_object(
     root cannot pickle it or a rank cannot rebuild it, ValueError if the root is not a member of the
     process set.
     """
+    check_member(process_set, "broadcast_object")
+    name = name or "broadcast_object"  # not a number: other ranks' other calls must not matter
     payload: memoryview | None = None
     error: Exception | None = None
     is_root = is_this_rank(root_rank, process_set)
@@ -74,6 +77,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     Pickled as by `broadcast_object`. Raises RuntimeError with the same text on every rank if one
     cannot pickle its object or rebuild another's.
     """
+    name = name or "allgather_object"
     payload = memoryview(b"")
     error: Exception | None = None
     objects: list[Any] = []
@@ -81,8 +85,8 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
         payload = _pickled(obj)
     except Exception as caught:
         error = caught
-    header = allgather_async(torch.tensor([-1 if error else len(payload)]), _suffixed(name, "sz"))
-    data = memoryview(_to_bytes(allgather(_to_tensor(payload), _suffixed(name, "t"))))
+    header = allgather_async(torch.tensor([-1 if error else len(payload)]), f"{name}.sz")
+    data = memoryview(_to_bytes(allgather(_to_tensor(payload), f"{name}.t")))
     lengths = synchronize(header).tolist()
     if min(lengths) >= 0:
         try:
@@ -107,58 +111,46 @@ def is_this_rank(global_rank: int, process_set: ProcessSet) -> bool:
 
 
 def broadcast_bytes(
-    payload: memoryview | None, root_rank: int, name: str | None, process_set: ProcessSet
+    payload: memoryview | None, root_rank: int, name: str, process_set: ProcessSet
 ) -> memoryview | None:
     """The root's bytes on every rank; None if the root has none. Other ranks pass None."""
     length = torch.tensor([-1 if payload is None else len(payload)])
-    broadcast_(length, root_rank, _suffixed(name, "sz"), process_set)
+    broadcast_(length, root_rank, f"{name}.sz", process_set)
     if length.item() < 0:
         return None
     data = memoryview(bytearray(int(length))) if payload is None else payload
-    broadcast_(_to_tensor(data), root_rank, _suffixed(name, "t"), process_set)
+    broadcast_(_to_tensor(data), root_rank, f"{name}.t", process_set)
     return data
 
 
-def agree(
-    error: Exception | None,
-    what: str,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-) -> None:
+def agree(error: Exception | None, what: str, name: str, process_set: ProcessSet) -> None:
     """Raise on every rank if `error` is set on any; a collective.
 
     The text of the RuntimeError names each failed rank and its error.
     """
-    members = process_set or global_process_set
-    rank = (members.ranks or [0])[members.rank() or 0]
+    rank = (process_set.ranks or [0])[process_set.rank() or 0]
     text = "" if error is None else f"\n  rank {rank}: {type(error).__name__}: {error}"
-    texts = allgather(
-        _to_tensor(memoryview(bytearray(text.encode()))), _suffixed(name, "ok"), members
-    )
+    texts = allgather(_to_tensor(memoryview(bytearray(text.encode()))), f"{name}.ok", process_set)
     if len(texts):
         raise RuntimeError(f"{what} failed:{_to_bytes(texts).decode()}") from error
 
 
-def differing(description: object) -> list[Any] | None:
+def differing(description: object, name: str) -> list[Any] | None:
     """None if all ranks passed the same plain data, else everyone's, by rank; a collective.
 
     Compares 32 bytes per rank, and sends the descriptions only if those differ.
     """
     digest = hashlib.sha256(repr(description).encode()).digest()
-    digests = allgather(_to_tensor(memoryview(bytearray(digest))))
+    digests = allgather(_to_tensor(memoryview(bytearray(digest))), f"{name}.digest")
     if (digests.view(-1, len(digest)) == digests[: len(digest)]).all():
         return None
-    return allgather_object(description)
+    return allgather_object(description, f"{name}.descriptions")
 
 
 def _pickled(obj: Any) -> memoryview:
     stream = io.BytesIO()
     Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
     return stream.getbuffer()
-
-
-def _suffixed(name: str | None, part: str) -> str | None:
-    return f"{name}.{part}" if name else None
 
 
 def _to_tensor(data: memoryview) -> Tensor:

@@ -2,6 +2,7 @@
 
 import gc
 import random
+import signal
 import threading
 
 import pytest
@@ -173,6 +174,39 @@ def waits_for_the_slowest() -> None:
 @pytest.mark.np(2, 3)
 def test_an_operation_waits_for_the_last_rank(cluster):
     cluster.run(waits_for_the_slowest)
+
+
+class Alarm(Exception):
+    """Raised by the signal handler below."""
+
+
+def interrupted_wait() -> None:
+    """A signal handler runs during a blocking wait, and may end it; the operation goes on."""
+
+    def ring(number: int, frame: object) -> None:
+        raise Alarm
+
+    if hvd.rank() > 0:
+        hvd.barrier()
+        handle = hvd.allreduce_async(torch.ones(1), name="slow")
+    else:
+        handle = hvd.allreduce_async(torch.ones(1), name="slow")
+        previous = signal.signal(signal.SIGALRM, ring)
+        try:
+            for wait in (lambda: hvd.synchronize(handle), handle.wait):
+                signal.setitimer(signal.ITIMER_REAL, 0.05)
+                with pytest.raises(Alarm):
+                    wait()
+                assert hvd.poll(handle) is False
+        finally:
+            signal.signal(signal.SIGALRM, previous)
+        hvd.barrier()
+    same(hvd.synchronize(handle), torch.ones(1))
+
+
+@pytest.mark.np(2, 3)
+def test_signals_are_handled_while_waiting(cluster):
+    cluster.run(interrupted_wait)
 
 
 def nobody_holds_the_tensors() -> None:

@@ -35,7 +35,8 @@ from torch.distributed import TCPStore
 TESTS = REPOSITORY / "tests"
 START_SECONDS = 100.0  # importing torch in all ranks at once, on a busy machine
 RUN_SECONDS = 60.0
-GRACE_SECONDS = 10.0  # for the other ranks, once one has failed; and for leaving
+GRACE_SECONDS = 10.0  # for the other ranks, once one has failed
+LEAVE_SECONDS = 30.0
 
 
 class RankFailure(AssertionError):
@@ -56,7 +57,7 @@ class Cluster:
     def __init__(self, size: int) -> None:
         self.size = size
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._tag = new_tag()
+        self.tag = new_tag()
         self._logs = [tempfile.TemporaryFile() for _ in range(size)]  # noqa: SIM115
         self._pipes: list[Connection] = []
         self._ranks: list[subprocess.Popen[bytes]] = []
@@ -72,7 +73,7 @@ class Cluster:
     def _start(self, rank: int) -> None:
         ours, theirs = Pipe()
         environment = rank_environment(rank, self.size, self._store.port)
-        environment[TAG] = self._tag
+        environment[TAG] = self.tag
         self._pipes.append(ours)
         self._ranks.append(
             subprocess.Popen(
@@ -172,28 +173,34 @@ class Cluster:
 
     def kill(self) -> None:
         """End the ranks and whatever they started, at once."""
+        if not self.alive:
+            return
         self.alive = False
-        kill_tagged(self._tag)
+        kill_tagged(self.tag)
         for process in self._ranks:
             process.wait()
         for closeable in (*self._pipes, *self._logs):
             closeable.close()
         del self._store
 
+    def dismiss(self) -> None:
+        """Tell the ranks to shut down."""
+        for pipe in self._pipes:
+            pipe.close()  # they see the end of the file
+
     def close(self) -> None:
         """Let the ranks shut down; AssertionError if one fails to, or leaves a process behind."""
         if not self.alive:
             return
-        for pipe in self._pipes:
-            pipe.close()  # the ranks see the end of the file
+        self.dismiss()
         statuses: list[int | None] = []
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = time.monotonic() + LEAVE_SECONDS
         for process in self._ranks:
             try:
                 statuses.append(process.wait(max(0.0, deadline - time.monotonic())))
             except subprocess.TimeoutExpired:
                 statuses.append(None)
-        left = tagged(self._tag)
+        left = tagged(self.tag)
         outputs = [f"--- rank {rank} printed ---\n{self.output(rank)}" for rank in range(self.size)]
         self.kill()
         if left or any(statuses):
@@ -217,6 +224,8 @@ class Clusters:
 
     def close(self) -> None:
         errors = []
+        for cluster in self._clusters.values():
+            cluster.dismiss()  # all at once: leaving takes a second or two each
         for cluster in self._clusters.values():
             try:
                 cluster.close()

@@ -44,7 +44,7 @@ def _launch_command(launcher: Launcher, np: int) -> list[str]:
         return [sys.executable, "-m", "hvdtorch.launch", "-np", str(np), sys.executable]
     if launcher == "torchrun":
         run = [sys.executable, "-m", "torch.distributed.run"]
-        return [*run, "--standalone", "--nproc-per-node", str(np)]
+        return [*run, "--standalone", "--nproc-per-node", str(np), "--"]
     return [sys.executable]
 
 
