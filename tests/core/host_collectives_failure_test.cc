@@ -66,8 +66,8 @@ const Case racing("abort() at any time, of ranks that are busy", [] {
   for (int round = 0; round < 40; ++round) {
     Job job(3);
     std::atomic<int> rounds{0};
-    std::thread aborter([&] {
-      while (rounds < 5 * round) std::this_thread::yield();
+    std::jthread aborter([&](const std::stop_token& stop) {
+      while (rounds < 5 * round && !stop.stop_requested()) std::this_thread::yield();
       for (auto& transport : job.transports) transport->abort("stop");
     });
     job.run([&](HostCollectives& transport) {
@@ -81,7 +81,6 @@ const Case racing("abort() at any time, of ranks that are busy", [] {
       });
       check_eq(why, std::string("stop"));
     });
-    aborter.join();
   }
 });
 
