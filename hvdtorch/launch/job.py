@@ -6,10 +6,8 @@ what they saw before they are asked to end (SIGTERM). Or hvdrun gets a signal an
 
 The first rank to exit need not be the cause: a rank tells the others that it leaves before it has
 exited itself, and they may be faster. So a rank that ends because of another's failure (an echo)
-writes its number to a pipe, HVDTORCH_ECHO_FD, and is the cause only if nobody else is.
-
-Whoever is still there `grace_time` after having been asked is killed, and when no rank is left,
-so is everything that the ranks had started.
+writes its number to a pipe, HVDTORCH_ECHO_FD, and is the cause only if nobody else is: after an
+echo the others have the grace time to show who is, before they are asked to end.
 
 Signals go to the ranks' main processes only: the processes of a DataLoader must survive a SIGTERM
 for a rank to be able to finish its step and save.
@@ -131,6 +129,7 @@ class Job:
         self._not_ours = set(processes.descendants(os.getpid()))
         companion = Companion(self._listener)
         self._not_ours.add(companion.pid)
+        self._companion = companion.pid
         try:
             self._start(companion)
             while self._running:
@@ -249,6 +248,11 @@ class Job:
         while (pid := processes.dead_child()) is not None:
             if pid not in ranks:
                 processes.collect(pid)
+                if pid == self._companion:
+                    self._console.say(
+                        "the process that serves the rendezvous store has died: "
+                        "ranks that have not met yet will not"
+                    )
             elif ranks[pid].pidfd is None:
                 self._check(ranks[pid])
             else:  # its pidfd tells in a moment, in its order among others
@@ -272,14 +276,16 @@ class Job:
         if not self._stopping:
             self._stopping = True
             self._settling = True
-            self._schedule.set(
-                (SETTLE_TIME, lambda: self._ask(signal.SIGTERM)),
-                (SETTLE_TIME + self._options.grace_time, self._kill),
-            )
         if self._settling and (self._cause is None or (self._cause.echo and not rank.echo)):
             self._cause = rank
             self._status = processes.exit_status(returncode)
             self._why = f"{said}; the job has been ended"
+            grace_time = self._options.grace_time
+            settle_time = SETTLE_TIME + (grace_time if rank.echo else 0)
+            self._schedule.set(
+                (settle_time, lambda: self._ask(signal.SIGTERM)),
+                (settle_time + grace_time, self._kill),
+            )
 
     def _note_echoes(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -154,7 +154,7 @@ import os, sys, time
 if os.environ["RANK"] == "0":
     os.write(int(os.environ["HVDTORCH_ECHO_FD"]), b"0\\n")
     sys.exit(1)
-time.sleep(0.4)
+time.sleep(1.5)  # longer than the others of a real cause have
 sys.exit(3)
 """
     result = hvdrun.python(2, source)
@@ -285,6 +285,37 @@ def test_when_hvdrun_is_killed_everything_dies(hvdrun: Hvdrun) -> None:
     process.kill()
     process.wait()
     assert hvdrun.left() == []
+
+
+def test_when_hvdrun_and_its_companion_are_killed_the_ranks_die(hvdrun: Hvdrun) -> None:
+    process = hvdrun.start(*hvdrun.command(2, "import time\n" + SAY_READY + SLEEP))
+    assert read_until(process, 2) == READY
+    (companion,) = companions(hvdrun)
+    os.kill(companion, signal.SIGKILL)
+    process.kill()
+    process.wait()
+    assert hvdrun.left() == []
+
+
+def test_a_job_that_needs_no_store_outlives_its_server(hvdrun: Hvdrun) -> None:
+    process = hvdrun.start(*hvdrun.command(2, "import time\n" + SAY_READY + SLEEP))
+    assert read_until(process, 2) == READY
+    (companion,) = companions(hvdrun)
+    os.kill(companion, signal.SIGKILL)
+    assert process.stderr is not None
+    said = os.read(process.stderr.fileno(), 4096).decode()
+    assert said.startswith("hvdrun: the process that serves the rendezvous store has died")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 143
+
+
+def companions(hvdrun: Hvdrun) -> list[int]:
+    """The processes that serve a store beside this test's hvdrun."""
+    return [
+        pid
+        for pid in tagged(hvdrun.tag)
+        if b"companion.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
 
 
 # ---- beside each other ----
