@@ -19,9 +19,10 @@ __all__ = ["__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if not name.startswith("_"):
-        import importlib
+    import importlib.util
 
+    # A submodule is for the import system to find, without the API.
+    if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is None:
         api = importlib.import_module("hvdtorch.torch")
         if name in api.__all__:
             globals()[name] = value = getattr(api, name)

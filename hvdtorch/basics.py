@@ -70,9 +70,6 @@ def init(
         return
     config = Config.from_env(os.environ)
     _echo_fd = config.echo_fd
-    core = -1
-    if config.thread_affinity:
-        core = config.thread_affinity[(launch.local_rank or 0) % len(config.thread_affinity)]
     if launch.size == 1:
         placement, hosts, fds = Placement(0, 1, 0, 1, 0, 1), [""], [-1]
         settings: dict[str, Any] = {name: getattr(config, name) for name in SHARED_SETTINGS}
@@ -93,11 +90,23 @@ def init(
         cycle_time=settings["cycle_time"] / 1000,
         cache_capacity=settings["cache_capacity"],
         inline_limit=settings["inline_limit"],
-        core=core,
+        core=_core(config, placement.local_rank),
     )
     _placement = placement
     global_process_set._bind(placement.rank, placement.size)
     _install_exit_hooks()
+
+
+def _core(config: Config, local_rank: int) -> int:
+    """The core for this rank's runtime threads, -1 for any."""
+    if not config.thread_affinity:
+        return -1
+    if local_rank >= len(config.thread_affinity):
+        raise ValueError(
+            f"HVDTORCH_THREAD_AFFINITY lists {len(config.thread_affinity)} cores, and local rank "
+            f"{local_rank} needs one of its own: list a core for each rank of this host"
+        )
+    return config.thread_affinity[local_rank]
 
 
 def shutdown() -> None:

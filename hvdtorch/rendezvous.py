@@ -44,7 +44,7 @@ def _own_addresses(one_host: bool, config: Config, master: str) -> list[str]:
         return ["127.0.0.1"]
     addresses: list[str] = []
     if config.interface:
-        addresses.append(_interface_address(config.interface))
+        addresses += [_interface_address(name) for name in config.interface.split(",")]
     else:
         for target in (master, socket.gethostname()):
             try:
