@@ -40,9 +40,10 @@ class Hub {
       if (gone_[rank]) return fail(*side, "rank " + std::to_string(rank) + " is gone");
     }
     Queues& queues = queues_[route];
+    auto& own = side->sends ? queues.sends : queues.receives;
     auto& others = side->sends ? queues.receives : queues.sends;
-    if (others.empty()) {
-      (side->sends ? queues.sends : queues.receives).push_back(side);
+    if (!own.empty() || others.empty() || !others.front()->error.empty()) {
+      own.push_back(side);
       return;
     }
     const std::shared_ptr<Side> other = others.front();
@@ -56,13 +57,11 @@ class Hub {
     if (!side.error.empty()) throw TransportError(side.error);
   }
 
-  void withdraw(const Route& route, const std::shared_ptr<Side>& side, const char* why) {
+  // A side that failed keeps its place in the queue: messages are in order, so that none may take
+  // the place of one that was lost.
+  void withdraw(Side& side, const char* why) {
     std::lock_guard lock(mutex_);
-    if (side->done || !side->error.empty()) return;
-    Queues& queues = queues_[route];
-    std::erase(queues.sends, side);
-    std::erase(queues.receives, side);
-    fail(*side, why);
+    if (!side.done && side.error.empty()) fail(side, why);
   }
 
   void leave(int rank) {
@@ -71,8 +70,9 @@ class Hub {
     for (auto& [route, queues] : queues_) {
       if (route.from != rank && route.to != rank) continue;
       for (auto* sides : {&queues.sends, &queues.receives}) {
-        for (const auto& side : *sides) fail(*side, "rank " + std::to_string(rank) + " is gone");
-        sides->clear();
+        for (const auto& side : *sides) {
+          if (side->error.empty()) fail(*side, "rank " + std::to_string(rank) + " is gone");
+        }
       }
     }
   }
@@ -80,7 +80,7 @@ class Hub {
   int size() const noexcept { return static_cast<int>(gone_.size()); }
 
  private:
-  struct Queues {  // at most one of the two is not empty
+  struct Queues {  // of sides that were not matched
     std::deque<std::shared_ptr<Side>> sends, receives;
   };
 
@@ -112,17 +112,16 @@ class Hub {
 class MemoryRequest final : public PointToPoint::Request {
  public:
   MemoryRequest(std::shared_ptr<Hub> hub, const Route& route, std::shared_ptr<Side> side)
-      : hub_(std::move(hub)), route_(route), side_(std::move(side)) {
-    hub_->post(route_, side_);
+      : hub_(std::move(hub)), side_(std::move(side)) {
+    hub_->post(route, side_);
   }
-  ~MemoryRequest() override { hub_->withdraw(route_, side_, "destroyed"); }
+  ~MemoryRequest() override { hub_->withdraw(*side_, "destroyed"); }
 
   void wait() override { hub_->wait(*side_); }
-  void abort() noexcept override { hub_->withdraw(route_, side_, "aborted"); }
+  void abort() noexcept override { hub_->withdraw(*side_, "aborted"); }
 
  private:
   std::shared_ptr<Hub> hub_;
-  Route route_;
   std::shared_ptr<Side> side_;
 };
 

@@ -32,7 +32,8 @@ BUILD = _load_build()
 @pytest.fixture(scope="module", params=BUILD.SANITIZERS)
 def program(request: pytest.FixtureRequest) -> Path:
     """The built test program of one variant."""
-    return BUILD.build(BUILD_DIR, request.param)
+    path: Path = BUILD.build(BUILD_DIR, request.param)
+    return path
 
 
 @pytest.mark.timeout(900)  # the first item of a variant also compiles it
