@@ -57,6 +57,8 @@ def run(options: argparse.Namespace, peers: Sequence[Peer]) -> int:
     head = describe(peers)
     say(f"# {head['command']}")
     say("# " + ", ".join(f"{key} {value}" for key, value in head["machine"].items()))
+    if head["machine"]["load"] > head["machine"]["cores"] / 2:
+        say("# this machine is busy with something else: times, and p99 above all, mean little")
     for name, version in head["peers"].items():
         say(f"# {name}: {version}")
     say(f"# {head['np']} ranks, {head['threads']} thread per rank; ratio: peer / hvdtorch")

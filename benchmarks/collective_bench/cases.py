@@ -61,8 +61,6 @@ class Case:
     tensors: int = 1
 
     def __post_init__(self) -> None:
-        if self.count == 0:
-            raise ValueError(f"{show_bytes(self.nbytes)} is less than one {self.dtype_name}")
         largest = self._largest_value()
         exact = (
             2 / torch.finfo(self.dtype).eps
@@ -81,8 +79,9 @@ class Case:
 
     @property
     def count(self) -> int:
-        """Elements of one tensor, as `nbytes`; for allgather a multiple of the ranks."""
-        count = self.nbytes // self.dtype.itemsize
+        """Elements of one tensor as `nbytes` has it, at least 1; for allgather rounded up to the
+        same number from each rank."""
+        count = max(1, self.nbytes // self.dtype.itemsize)
         return count + -count % self.size if self.collective == "allgather" else count
 
     @property

@@ -56,7 +56,7 @@ def test_run_on_two_ranks_writes_checked_rows(tmp_path: Path) -> None:
     ("options", "says"),
     [
         ("--sizes 4X", "'4X' is not a size"),
-        ("--sizes 2B", "2 B is less than one float32"),
+        ("--sizes 0B", "'0B' is not a size"),
         ("--many 160", "'160' is not a number"),
         ("--ops product", "'product' is none of sum, average"),
         ("--sizes none --many none", "nothing to measure"),
@@ -96,6 +96,14 @@ def test_expected_results_follow_from_the_inputs_and_are_exact(dtype: str, size:
     assert torch.equal(case("allgather").result(), gathered)
     assert gathered.numel() == case("allgather").count
     assert torch.equal(case("broadcast").result(), case("broadcast").input(cases.ROOT))
+
+
+def test_sizes_round_to_whole_elements() -> None:
+    def count(collective: str, nbytes: int) -> int:
+        return cases.Case(collective, nbytes, "float32", "-", 3).count
+
+    assert [count("broadcast", n) for n in (1, 7, 8)] == [1, 1, 2]
+    assert [count("allgather", n) for n in (1, 12, 16)] == [3, 3, 6]
 
 
 def test_bus_bandwidth() -> None:
