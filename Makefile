@@ -58,10 +58,10 @@ $(VENV)/.stamp-tools: pyproject.toml $(TORCH_STAMP)
 $(VENV)/.stamp-build: $(NATIVE) $(VENV)/.stamp-tools
 	@echo "[4/4] compiling the native core (1 to 3 minutes; log in build/build.log)"
 	@mkdir -p build
-	@PATH="$(BIN):$$PATH" $(BIN)/python setup.py build_ext --inplace > build/build.log 2>&1 || \
+	@$(BIN)/python setup.py build_ext --inplace > build/build.log 2>&1 || \
 	  { tail -n 40 build/build.log | cut -c 1-600; exit 1; }
 	@sed -n '/^hvdtorch build summary/,/^$$/p' build/build.log
-	@PATH="$(BIN):$$PATH" $(PIP) install --no-build-isolation --no-deps -e .
+	@$(PIP) install --no-build-isolation --no-deps -e .
 	@touch $@
 
 build: $(VENV)/.stamp-build

@@ -37,6 +37,9 @@ OLDEST_TORCH = (2, 11)
 ALWAYS_FOLDERS = ("core", "channel", "transport", "kernels", "bind")
 MEMORY_PER_JOB = 1.5 * 2**30  # a file that includes torch's headers takes this much
 
+# The ninja of this Python before another on the machine, also when its environment is inactive.
+os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
+
 try:
     import torch
     from torch.utils import cpp_extension
