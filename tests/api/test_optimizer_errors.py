@@ -77,9 +77,10 @@ class Fails(torch.autograd.Function):
         raise RuntimeError("half way")
 
 
-def backward_that_raises(set_to_none: bool, op: int) -> list[float]:
+def backward_that_raises(set_to_none: bool, op: int, compression: str) -> list[float]:
     early, late = parameter(0.0), parameter(0.0)
-    optimizer = wrap({"early": early, "late": late}, op=op)
+    compressor = getattr(hvd.Compression, compression)
+    optimizer = wrap({"early": early, "late": late}, op=op, compression=compressor)
     with pytest.raises(RuntimeError, match="half way"):
         (Fails.apply(late) * 1.0 + early * 5.0).sum().backward()
     optimizer.zero_grad(set_to_none=set_to_none)
@@ -95,10 +96,12 @@ def backward_that_raises(set_to_none: bool, op: int) -> list[float]:
 @pytest.mark.np(2)
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize(("op", "expected"), [(hvd.Average, 1.5), (hvd.Sum, 3.0)])
+@pytest.mark.parametrize("compression", ["none", "fp16"])
 def test_a_backward_that_raised_half_way_does_not_disturb_the_next(
-    cluster: Cluster, set_to_none: bool, op: int, expected: float
+    cluster: Cluster, set_to_none: bool, op: int, expected: float, compression: str
 ) -> None:
-    assert cluster.run(backward_that_raises, set_to_none, op) == [[expected] * 4] * 2
+    got = cluster.run(backward_that_raises, set_to_none, op, compression)
+    assert got == [[expected] * 4] * 2
 
 
 def fails_on_all_ranks() -> None:
