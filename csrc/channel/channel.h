@@ -30,7 +30,8 @@ class Channel {
   // peer are dropped.
   virtual void send(int rank, std::string_view frame) = 0;
 
-  // Waits for events, wake() or the deadline, whichever is first; empty after the last two.
+  // Waits for events, wake() or the deadline, whichever is first; empty after the last two, and
+  // when queued output moved on.
   virtual std::vector<Event> wait(std::optional<Clock::time_point> deadline) = 0;
 
   // From any thread: the current wait(), or the next one, returns.

@@ -23,9 +23,7 @@ namespace {
 // A frame is a batch of small records; anything longer is not one of ours.
 constexpr uint32_t kMaxFrame = 256u << 20;
 
-std::system_error system_error(const char* what) {
-  return {errno, std::generic_category(), what};
-}
+std::system_error system_error(const char* what) { return {errno, std::generic_category(), what}; }
 
 class Fd {
  public:
@@ -78,6 +76,7 @@ class TcpChannel final : public Channel {
   void send(int rank, std::string_view frame) override {
     Peer& peer = peers_[rank];
     if (peer.fd.get() < 0) return;
+    if (frame.size() > kMaxFrame) throw std::length_error("a control frame is too long");
     const auto length = static_cast<uint32_t>(frame.size());
     char header[sizeof length];
     std::memcpy(header, &length, sizeof length);
@@ -92,8 +91,10 @@ class TcpChannel final : public Channel {
     for (int i = 0; i < n; ++i) {
       if (ready[i].data.u64 == kWakeTag) {
         uint64_t count;
-        woken_.store(false, std::memory_order_seq_cst);
+        // Drained first: a wake() in between is served by this very return. The other way round
+        // its count would be drained with its flag still set, and all later ones would be dropped.
         [[maybe_unused]] const auto drained = ::read(wake_.get(), &count, sizeof count);
+        woken_.store(false, std::memory_order_seq_cst);
         continue;
       }
       const auto rank = static_cast<int>(ready[i].data.u64);
@@ -104,7 +105,7 @@ class TcpChannel final : public Channel {
   }
 
   void wake() noexcept override {
-    // One write per wake-up is enough; the flag is cleared before the counter is drained.
+    // One write per wake-up is enough.
     if (woken_.exchange(true, std::memory_order_seq_cst)) return;
     const uint64_t one = 1;
     [[maybe_unused]] const auto written = ::write(wake_.get(), &one, sizeof one);
@@ -150,7 +151,7 @@ class TcpChannel final : public Channel {
   }
 
   int wait_for_sockets(epoll_event* ready, int capacity,
-                         std::optional<Clock::time_point> deadline) {
+                       std::optional<Clock::time_point> deadline) {
     if (!events_.empty()) return 0;  // a send() noticed a lost peer: tell at once
     int timeout_ms = -1;
     if (deadline) {
@@ -238,6 +239,9 @@ class TcpChannel final : public Channel {
   }
 
   void lose(int rank, std::string why) {
+    // Taken out of the set by hand: closing does not, as long as a forked child has not closed its
+    // copy, and the end of the stream would be reported for ever.
+    epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, peers_[rank].fd.get(), nullptr);
     peers_[rank].fd.reset();
     events_.push_back({Event::Kind::kLost, rank, std::move(why)});
   }
