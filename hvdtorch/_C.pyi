@@ -25,7 +25,7 @@ class Handle:
     def received_splits(self) -> list[int]:
         """alltoall: rows received from each rank."""
     def add_done_callback(self, callback: object) -> None:
-        """callback() is called once, with the GIL, when the operation is complete (at once if it is)."""
+        """callback() is called once, with the GIL, when complete (at once if it already is)."""
 
 # OpKind and ReduceOp values are those of csrc/core/types.h.
 def submit(
@@ -49,7 +49,7 @@ def start(
     rank: int,
     size: int,
     hosts: list[str],  # host name of every rank, for error texts
-    fds: list[int],  # authenticated control sockets: rank 0: one per rank (-1 at 0); others: [fd of rank 0]
+    fds: list[int],  # authenticated control sockets; rank 0: by rank (-1 at 0), others: [rank 0's]
     link: object,  # torch.distributed ProcessGroupGloo over all ranks, or None at size 1
     fusion_threshold: int,  # bytes; 0 = no fusion
     cycle_time: float,  # seconds: how long a ready tensor may wait for company
@@ -58,7 +58,7 @@ def start(
     core: int,  # core of the runtime's threads, -1 = any
 ) -> None: ...
 def stop(reason: str) -> None:
-    """Leave the job; idempotent. `reason` is what the other ranks are told ("" = plain shutdown)."""
+    """Leave the job; idempotent. The other ranks are told `reason` ("" = plain shutdown)."""
 
 def is_running() -> bool: ...
 def runtime_threads() -> list[int]:

@@ -159,9 +159,7 @@ def _install_exit_hooks() -> None:
     sys.excepthook = remember
 
 
-def _describe(
-    kind: type[BaseException], value: BaseException, trace: TracebackType | None
-) -> str:
+def _describe(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> str:
     """ "ValueError: bad batch (train.py:17)", one line."""
     text = "".join(traceback.format_exception_only(kind, value)).strip().splitlines()[-1]
     frames = traceback.extract_tb(trace)

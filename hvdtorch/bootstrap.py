@@ -29,6 +29,7 @@ class Launch:
     local_rank: int | None = None  # None: not told
     local_size: int | None = None
     group_rank: str = ""  # torchrun's agent: two agents on one machine count as two hosts
+    master: str = ""  # MASTER_ADDR
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
         ):
             if environ.get(variable, "1") not in ("", "1"):
                 raise ValueError(
-                    f"{launcher} started {environ[variable]} ranks ({variable}), which this version "
-                    "of hvdtorch does not read: start the script with hvdrun or torchrun, or set "
+                    f"{launcher} started {environ[variable]} ranks ({variable}), which this "
+                    "version of hvdtorch does not read: start the script with hvdrun or torchrun, or set "
                     "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process"
                 )
         return Launch(0, 1)
@@ -99,7 +100,14 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
     local_size = _integer(environ, "LOCAL_WORLD_SIZE") if told else None
     if local_rank is not None and local_size is not None and local_rank >= local_size:
         raise ValueError(f"LOCAL_RANK={local_rank} is not below LOCAL_WORLD_SIZE={local_size}")
-    return Launch(rank, size, local_rank, local_size, environ.get("GROUP_RANK", ""))
+    return Launch(
+        rank,
+        size,
+        local_rank,
+        local_size,
+        environ.get("GROUP_RANK", ""),
+        environ.get("MASTER_ADDR", ""),
+    )
 
 
 _store: dist.Store | None = None
@@ -119,12 +127,9 @@ def open_store(launch: Launch, timeout: float) -> dist.Store:
                 )
             )
         except Exception as error:
-            import os
-
-            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise ConnectionError(
-                f"rank {launch.rank} cannot open the job's store at {where} within {timeout:g} s "
-                f"(MASTER_ADDR, MASTER_PORT): {error}"
+                f"rank {launch.rank} cannot open the job's store on {launch.master} within "
+                f"{timeout:g} s (MASTER_ADDR, MASTER_PORT): {error}"
             ) from error
     return _store
 

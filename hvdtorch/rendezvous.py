@@ -10,9 +10,11 @@ after shutdown() never reads what an earlier round left.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import secrets
 import socket
+import struct
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -58,9 +60,6 @@ def _own_addresses(one_host: bool, config: Config, master: str) -> list[str]:
 
 
 def _interface_address(interface: str) -> str:
-    import fcntl
-    import struct
-
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             request = struct.pack("256s", interface.encode()[:15])
@@ -93,7 +92,7 @@ def _collect(store: dist.Store, size: int, deadline: float) -> list[Introduction
 def _gloo(
     store: dist.Store, placement: Placement, one_host: bool, address: str, timeout: timedelta
 ) -> object:
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     hostname = "127.0.0.1" if one_host else address
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=hostname)]
     options._threads = 1  # only for Gloo's own collectives, which are not used
@@ -101,63 +100,84 @@ def _gloo(
     return dist.ProcessGroupGloo(store, placement.rank, placement.size, options)
 
 
+@dataclass(frozen=True)
+class _Welcome:
+    """Rank 0's answer to all. `key` is empty where the launcher gave every rank the job's key."""
+
+    placements: list[dict[str, int]]
+    hosts: list[str]
+    one_host: bool
+    addresses: list[str]
+    port: int
+    key: str
+    settings: dict[str, float]
+
+
+def _welcome(
+    store: dist.Store, size: int, config: Config, master: str, deadline: float
+) -> tuple[_Welcome, connect.Listener]:
+    """Rank 0: collect, place, listen, and tell everybody, also what went wrong."""
+    listener = None
+    try:
+        introductions = _collect(store, size, deadline)
+        placements = place(introductions)
+        one_host = len({i.host_id for i in introductions}) == 1 and not config.interface
+        listener = connect.Listener("127.0.0.1" if one_host else "")
+        welcome = _Welcome(
+            placements=[dataclasses.asdict(p) for p in placements],
+            hosts=[i.hostname for i in introductions],
+            one_host=one_host,
+            addresses=_own_addresses(one_host, config, master),
+            port=listener.port,
+            key="" if config.job_key else secrets.token_hex(32),
+            settings={name: getattr(config, name) for name in SHARED_SETTINGS},
+        )
+    except Exception as error:
+        if listener is not None:
+            listener.close()
+        store.set("welcome", json.dumps({"error": str(error)}))
+        raise
+    store.set("welcome", json.dumps(dataclasses.asdict(welcome)))
+    return welcome, listener
+
+
+def _await_welcome(store: dist.Store, rank: int, config: Config, deadline: float) -> _Welcome:
+    """The other ranks: what rank 0 answered."""
+    left = max(deadline - time.monotonic(), 0.001)
+    try:
+        # Rank 0's own deadline passes first where both started alike: its text says more.
+        store.wait(["welcome"], timedelta(seconds=left + 5))
+    except Exception as error:
+        raise TimeoutError(
+            f"rank {rank} got no answer from rank 0 within the start timeout of "
+            f"{config.start_timeout:g} s: has rank 0 called hvd.init()?"
+        ) from error
+    fields = json.loads(store.get("welcome"))
+    if "error" in fields:
+        raise RuntimeError(f"rank 0 cannot start the job: {fields['error']}")
+    return _Welcome(**fields)
+
+
 def meet(base: dist.Store, launch: Launch, config: Config, version: str, round_: int) -> Meeting:
     """Blocks until every rank is connected to rank 0, or raises the same error on every rank."""
-    import os
-
     deadline = time.monotonic() + config.start_timeout
     store = dist.PrefixStore(f"hvdtorch/{round_}", base)
     own = introduce(launch, config, version)
     store.set(f"hello/{launch.rank}", json.dumps(dataclasses.asdict(own)))
-    master = os.environ.get("MASTER_ADDR", "")
-    listener = None
-    try:
-        if launch.rank == 0:
-            try:
-                introductions = _collect(store, launch.size, deadline)
-                placements = place(introductions)
-                one_host = len({i.host_id for i in introductions}) == 1 and not config.interface
-                listener = connect.Listener("127.0.0.1" if one_host else "")
-                welcome = {
-                    "placements": [dataclasses.asdict(p) for p in placements],
-                    "hosts": [i.hostname for i in introductions],
-                    "one_host": one_host,
-                    "addresses": _own_addresses(one_host, config, master),
-                    "port": listener.port,
-                    "key": "" if config.job_key else secrets.token_hex(32),
-                    "settings": {name: getattr(config, name) for name in SHARED_SETTINGS},
-                }
-            except Exception as error:
-                store.set("welcome", json.dumps({"error": str(error)}))
-                raise
-            store.set("welcome", json.dumps(welcome))
-        else:
-            try:
-                left = max(deadline - time.monotonic(), 0.001)
-                # Rank 0's own deadline passes first where both started alike: its text says more.
-                store.wait(["welcome"], timedelta(seconds=left + 5))
-            except Exception as error:
-                raise TimeoutError(
-                    f"rank {launch.rank} got no answer from rank 0 within the start timeout of "
-                    f"{config.start_timeout:g} s: has rank 0 called hvd.init()?"
-                ) from error
-            welcome = json.loads(store.get("welcome"))
-            if "error" in welcome:
-                raise RuntimeError(f"rank 0 cannot start the job: {welcome['error']}")
-        key = bytes.fromhex(config.job_key or welcome["key"])
-        if listener is not None:
+    master = launch.master
+    if launch.rank == 0:
+        welcome, listener = _welcome(store, launch.size, config, master, deadline)
+        key = bytes.fromhex(config.job_key or welcome.key)
+        try:
             fds = listener.accept_all(launch.size, key, deadline)
-        else:
-            fds = [
-                connect.connect(welcome["addresses"], welcome["port"], launch.rank, key, deadline)
-            ]
-    finally:
-        if listener is not None:
+        finally:
             listener.close()
-    placement = Placement(**welcome["placements"][launch.rank])
-    address = (_own_addresses(welcome["one_host"], config, master) or ["127.0.0.1"])[0]
+    else:
+        welcome = _await_welcome(store, launch.rank, config, deadline)
+        key = bytes.fromhex(config.job_key or welcome.key)
+        fds = [connect.connect(welcome.addresses, welcome.port, launch.rank, key, deadline)]
+    placement = Placement(**welcome.placements[launch.rank])
+    address = (_own_addresses(welcome.one_host, config, master) or ["127.0.0.1"])[0]
     limit = timedelta(seconds=config.operation_timeout or 365 * 86400)
-    link = _gloo(
-        dist.PrefixStore("gloo", store), placement, welcome["one_host"], address, limit
-    )
-    return Meeting(placement, welcome["hosts"], fds, link, welcome["settings"])
+    link = _gloo(dist.PrefixStore("gloo", store), placement, welcome.one_host, address, limit)
+    return Meeting(placement, welcome.hosts, fds, link, welcome.settings)

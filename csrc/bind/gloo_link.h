@@ -4,7 +4,6 @@
 #pragma once
 
 #include <memory>
-
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "transport/point_to_point.h"

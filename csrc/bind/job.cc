@@ -46,7 +46,8 @@ void Job::start(RuntimeOptions options, std::unique_ptr<Channel> channel,
   rank_ = options.rank;
   size_ = options.size;
   unnamed_.clear();
-  runtime_ = std::make_unique<Runtime>(std::move(options), std::move(channel), std::move(transport));
+  runtime_ =
+      std::make_unique<Runtime>(std::move(options), std::move(channel), std::move(transport));
   live_runtime = runtime_.get();
 }
 

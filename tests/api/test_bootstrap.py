@@ -20,12 +20,12 @@ def test_alone_without_a_launcher():
 
 
 def test_torchrun_environment():
-    assert find_launch(FULL) == Launch(1, 4, 1, 2, "0")
+    assert find_launch(FULL) == Launch(1, 4, 1, 2, "0", "127.0.0.1")
 
 
 def test_local_variables_are_optional():
     environ = {k: v for k, v in FULL.items() if not k.startswith(("LOCAL", "GROUP"))}
-    assert find_launch(environ) == Launch(1, 4)
+    assert find_launch(environ) == Launch(1, 4, master="127.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,7 @@ def test_contradictions_name_the_variable(change, words):
         find_launch(environ)
 
 
-@pytest.mark.parametrize(
-    "variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"]
-)
+@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
 def test_ranks_of_an_unknown_launcher_do_not_train_apart(variable):
     with pytest.raises(ValueError, match="start the script with hvdrun or torchrun"):
         find_launch({variable: "2"})
