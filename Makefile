@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq  # errors only
-EXTRAS := build demo test lint bench
+EXTRAS := build demo test lint
 TORCH_STAMP := $(VENV)/.stamp-torch-$(shell printf '%s' '$(TORCH)' | tr -c 'A-Za-z0-9.' '_')
 NATIVE := setup.py pyproject.toml hvdtorch/version.py \
           $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu')
@@ -90,7 +90,7 @@ format: $(VENV)/.stamp-tools
 	@$(BIN)/clang-format -i $(CXX_FILES)
 
 bench: build
-	@$(BIN)/hvdrun -np 2 $(BIN)/python benchmarks/collectives.py
+	@$(BIN)/python benchmarks/collectives.py --np 2
 
 clean:
 	rm -rf build dist out *.egg-info hvdtorch/_C.*.so .mypy_cache .ruff_cache .pytest_cache

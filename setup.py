@@ -181,6 +181,8 @@ class Plan:
         always, cuda_only = source_lists()
         with_cuda, reason = decide_cuda(cuda_only)
         flags = ["-std=c++20", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"]
+        # One rounding per operation on every processor: a fused multiply-add would round once.
+        flags.append("-ffp-contract=off")
         flags += ["-O1", "-g"] if os.environ.get("HVDTORCH_DEBUG") == "1" else ["-O3", "-g0"]
         if os.environ.get("HVDTORCH_WERROR") == "1":
             flags.append("-Werror")

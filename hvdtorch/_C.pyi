@@ -54,7 +54,8 @@ def start(
     fusion_threshold: int,  # bytes; 0 = no fusion
     cycle_time: float,  # seconds: how long a ready tensor may wait for company
     cache_capacity: int,  # names remembered, so that they travel once
-    inline_limit: int,  # bytes: smaller reductions travel inside the log
+    inline_limit: int,  # bytes: up to here a reduction travels inside the log
+    lone_inline_limit: int,  # the same for one that has nothing beside it
     core: int,  # core of the runtime's threads, -1 = any
 ) -> None: ...
 def stop(reason: str) -> None:

@@ -86,10 +86,11 @@ def init(
         hosts=hosts,
         fds=fds,
         link=_link,
-        fusion_threshold=settings["fusion_threshold"],
+        fusion_threshold=int(settings["fusion_threshold"]),
         cycle_time=settings["cycle_time"] / 1000,
-        cache_capacity=settings["cache_capacity"],
-        inline_limit=settings["inline_limit"],
+        cache_capacity=int(settings["cache_capacity"]),
+        inline_limit=int(settings["inline_limit"]),
+        lone_inline_limit=int(settings["lone_inline_limit"]),
         core=_core(config, placement.local_rank),
     )
     _placement = placement

@@ -81,8 +81,8 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
             if environ.get(variable, "1") not in ("", "1"):
                 raise ValueError(
                     f"{launcher} started {environ[variable]} ranks ({variable}), which this "
-                    "version of hvdtorch does not read: start the script with hvdrun or torchrun, or set "
-                    "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process"
+                    "version of hvdtorch does not read: start the script with hvdrun or torchrun, "
+                    "or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process"
                 )
         return Launch(0, 1)
     for name in ("RANK", "WORLD_SIZE"):

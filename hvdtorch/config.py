@@ -215,7 +215,14 @@ class Config:
         kind=COUNT,
         default=1024,
         unit="bytes",
-        help="Reductions up to this size travel inside the control messages.",
+        help="Operations up to this size travel inside the control messages.",
+    )
+    lone_inline_limit: int = setting(
+        "LONE_INLINE_LIMIT",
+        kind=COUNT,
+        default=65536,
+        unit="bytes",
+        help="The same for an operation that has no other beside it on its rank.",
     )
     thread_affinity: tuple[int, ...] = setting(
         "THREAD_AFFINITY",

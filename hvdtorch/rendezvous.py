@@ -26,7 +26,13 @@ from hvdtorch.bootstrap import Introduction, Launch, Placement, introduce, place
 from hvdtorch.config import Config
 
 # Settings that decide what travels and in which order: rank 0's count for all.
-SHARED_SETTINGS = ("fusion_threshold", "cycle_time", "cache_capacity", "inline_limit")
+SHARED_SETTINGS = (
+    "fusion_threshold",
+    "cycle_time",
+    "cache_capacity",
+    "inline_limit",
+    "lone_inline_limit",
+)
 
 
 @dataclass(frozen=True)

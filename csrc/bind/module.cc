@@ -117,7 +117,7 @@ std::string directory_of(const char* module) {
 
 void start(int rank, int size, std::vector<std::string> hosts, std::vector<int> fds,
            py::object link, int64_t fusion_threshold, double cycle_time, uint32_t cache_capacity,
-           int64_t inline_limit, int core) {
+           int64_t inline_limit, int64_t lone_inline_limit, int core) {
   set_library_directories(directory_of("hvdtorch"), directory_of("torch"));
   RuntimeOptions options;
   options.rank = rank;
@@ -127,6 +127,7 @@ void start(int rank, int size, std::vector<std::string> hosts, std::vector<int> 
   options.cycle_time = std::chrono::microseconds(static_cast<int64_t>(cycle_time * 1e6));
   options.cache_capacity = cache_capacity;
   options.inline_limit = inline_limit;
+  options.lone_inline_limit = lone_inline_limit;
   options.core = core;
   std::unique_ptr<Channel> channel;
   std::shared_ptr<PointToPoint> network;
@@ -194,7 +195,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("postscale"), py::arg("root"), py::arg("splits"), py::arg("process_set"));
   m.def("start", &start, py::arg("rank"), py::arg("size"), py::arg("hosts"), py::arg("fds"),
         py::arg("link"), py::arg("fusion_threshold"), py::arg("cycle_time"),
-        py::arg("cache_capacity"), py::arg("inline_limit"), py::arg("core"));
+        py::arg("cache_capacity"), py::arg("inline_limit"), py::arg("lone_inline_limit"),
+        py::arg("core"));
   m.def(
       "stop", [](const std::string& reason) { Job::instance().stop(reason); }, py::arg("reason"),
       py::call_guard<py::gil_scoped_release>());

@@ -19,9 +19,13 @@ namespace hvdtorch {
 // with its Ready than to announce. When every rank's payload arrived, the coordinator computes the
 // result in rank order with the same kernels as the transports and the log entry carries it: one
 // round trip, no data transport. A barrier is the case of no bytes at all.
+//
+// A larger one is still faster that way when it is alone, since a transfer takes more steps; but
+// many at a time would all pass through rank 0 instead of being fused. So a rank has two limits,
+// and the larger one counts for an operation that has nothing beside it on that rank. Ranks may
+// judge that differently: then some payload is missing, and the transport is used.
 
-// Whether `desc` sends its payload along. A function of the description and of settings that are
-// equal on all ranks (where they are not, some payload is missing and the transport is used).
+// Whether `desc` sends its payload along.
 bool may_inline(const OpDesc& desc, int64_t inline_limit, int set_size) noexcept;
 
 // Where the members of a launch lie in the fusion buffer: each at a 64-byte boundary.

@@ -1,6 +1,6 @@
 #include "core/runtime.h"
 
-#include <cstring>
+#include <algorithm>
 #include <utility>
 
 #include "core/thread.h"
@@ -129,14 +129,17 @@ void Runtime::take_submissions() {
   // holder may be waiting for the mutex.
   std::vector<std::shared_ptr<Operation>> fresh;
   std::optional<std::string> failure;
-  bool down;
+  bool down, lone;
   {
     std::lock_guard lock(mutex_);
     fresh.swap(submitted_);
+    lone = fresh.size() == 1 && in_flight_.size() == 1;
     down = down_.has_value();
     if (transfer_failure_ && !down_) failure = std::exchange(transfer_failure_, std::nullopt);
   }
   if (down) fresh.clear();
+  const int64_t inline_limit =
+      lone ? std::max(options_.inline_limit, options_.lone_inline_limit) : options_.inline_limit;
   std::string frame;
   const auto say = [&](Statement statement) {
     if (coordinator_) {
@@ -147,7 +150,7 @@ void Runtime::take_submissions() {
   };
   for (auto& op : fresh) {
     Ready ready{op->desc, std::nullopt};
-    if (may_inline(*op->desc, options_.inline_limit, options_.size)) {
+    if (may_inline(*op->desc, inline_limit, options_.size)) {
       const bool silent = op->desc->kind == OpKind::kBroadcast && op->desc->root != options_.rank;
       ready.payload.emplace(silent ? std::string_view()
                                    : std::string_view(static_cast<const char*>(op->input),

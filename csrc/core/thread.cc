@@ -1,11 +1,12 @@
 #include "core/thread.h"
 
-#include <csignal>
-#include <cstring>
 #include <pthread.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include <csignal>
+#include <cstring>
 
 namespace hvdtorch {
 

@@ -62,15 +62,15 @@ struct Device {
   friend bool operator==(const Device&, const Device&) = default;
 };
 
-int64_t size_of(DataType) noexcept;         // bytes per element
-const char* name_of(DataType) noexcept;     // torch's name without prefix: "float32"
-const char* name_of(ReduceOp) noexcept;     // "Average"
-const char* name_of(OpKind) noexcept;       // "allreduce"
-std::string name_of(Device);                // "CPU", "GPU 0"
+int64_t size_of(DataType) noexcept;                   // bytes per element
+const char* name_of(DataType) noexcept;               // torch's name without prefix: "float32"
+const char* name_of(ReduceOp) noexcept;               // "Average"
+const char* name_of(OpKind) noexcept;                 // "allreduce"
+std::string name_of(Device);                          // "CPU", "GPU 0"
 std::string shape_text(const std::vector<int64_t>&);  // "[4, 3]", "[]"
-bool is_floating(DataType) noexcept;        // includes float8, excludes complex
+bool is_floating(DataType) noexcept;                  // includes float8, excludes complex
 bool is_complex(DataType) noexcept;
-bool is_integer(DataType) noexcept;         // excludes bool
+bool is_integer(DataType) noexcept;  // excludes bool
 
 // An error every rank of the job is told about: HorovodInternalError in Python.
 struct InternalError : std::runtime_error {
