@@ -1,0 +1,217 @@
+// How simulated ranks are wired, and how one is made to die.
+#include "simulated_ranks.h"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#include "channel/local.h"
+#include "channel/tcp.h"
+
+namespace hvdtorch::test {
+
+std::vector<std::unique_ptr<Channel>> make_channels(Wire wire, int size) {
+  if (wire == Wire::kLocal) return make_local_channels(size);
+  std::vector<std::unique_ptr<Channel>> channels(size);
+  std::vector<int> fds = {-1};
+  for (int rank = 1; rank < size; ++rank) {
+    int ends[2];
+    check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
+    fds.push_back(ends[0]);
+    channels[rank] = make_tcp_channel(rank, {ends[1]});
+  }
+  channels[0] = make_tcp_channel(0, fds);
+  return channels;
+}
+
+std::string floats(const std::vector<float>& values) {
+  return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(float)};
+}
+
+// --- operations -----------------------------------------------------------------------------
+
+Submission::Submission(OpDesc desc, std::string input, std::shared_ptr<Completion> completion)
+    : operation_(std::make_shared<Operation>()), memory_(std::make_shared<Memory>()) {
+  Memory* memory = memory_.get();
+  memory->in = std::move(input);
+  operation_->input = memory->in.data();
+  if (desc.kind == OpKind::kAllreduce || desc.kind == OpKind::kBroadcast) {
+    memory->out.resize(static_cast<size_t>(desc.bytes()));
+    operation_->output = memory->out.data();
+  }
+  const int64_t element = size_of(desc.dtype);
+  operation_->allocate = [memory, element](const std::vector<int64_t>& shape) -> void* {
+    memory->shape = shape;
+    int64_t bytes = element;
+    for (int64_t dim : shape) bytes *= dim;
+    memory->out.assign(static_cast<size_t>(bytes), '?');
+    return memory->out.data();
+  };
+  operation_->finish = [memory] { check_eq(++memory->finished, 1, "times finish() ran"); };
+  operation_->desc = std::make_shared<const OpDesc>(std::move(desc));
+  operation_->completion = completion ? std::move(completion) : std::make_shared<Completion>(1);
+  operation_->keepalive = memory_;
+}
+
+std::string Submission::wait() const { return wait_for(*operation_); }
+
+std::string wait_for(const Operation& operation) {
+  const auto result = operation.completion->wait(Completion::Clock::now() + kHang);
+  check(result == Completion::WaitResult::kDone, operation.desc->name + " hangs");
+  return operation.completion->error();
+}
+
+// --- ranks that die -------------------------------------------------------------------------
+
+// Ends without a word when told to, as the kernel ends a killed process's connections.
+class SimulatedRanks::MortalChannel final : public Channel {
+ public:
+  explicit MortalChannel(std::unique_ptr<Channel> inner) : inner_(std::move(inner)) {}
+
+  void die() {
+    std::unique_lock lock(mutex_);
+    dying_ = true;
+    inner_->wake();
+    changed_.wait(lock, [this] { return inner_ == nullptr; });
+  }
+
+  // `inner_` is changed by the thread that calls these only, under the mutex.
+  void send(int rank, std::string_view frame) override {
+    if (inner_) inner_->send(rank, frame);
+  }
+  std::vector<Event> wait(std::optional<Clock::time_point> deadline) override {
+    std::vector<Event> events;
+    if (inner_) events = inner_->wait(deadline);
+    std::unique_lock lock(mutex_);
+    if (dying_ && inner_) {
+      inner_.reset();
+      changed_.notify_all();
+    }
+    if (inner_) return events;
+    changed_.wait(lock, [this] { return woken_; });
+    woken_ = false;
+    return {};
+  }
+  void wake() noexcept override {
+    std::lock_guard lock(mutex_);
+    woken_ = true;
+    changed_.notify_all();
+    if (inner_) inner_->wake();
+  }
+  void close(std::chrono::milliseconds linger) noexcept override {
+    if (inner_) inner_->close(linger);
+  }
+  void abandon_in_child() noexcept override {}
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::unique_ptr<Channel> inner_;
+  bool dying_ = false;
+  bool woken_ = false;
+};
+
+// A rank that is killed in the middle of a collective: it takes part, as far as the others can see,
+// but never gets anywhere.
+class SimulatedRanks::StuckTransport final : public Transport {
+ public:
+  StuckTransport(int rank, int size) : rank_(rank), size_(size) {}
+  const char* name() const noexcept override { return "stuck"; }
+  int rank() const noexcept override { return rank_; }
+  int size() const noexcept override { return size_; }
+
+  void allreduce(const Reduction&, void*, int64_t) override { stick(); }
+  void allgather(const void*, void*, const std::vector<int64_t>&) override { stick(); }
+  void broadcast(void*, int64_t, int) override { stick(); }
+  void alltoall(const void*, const std::vector<int64_t>&, void*,
+                const std::vector<int64_t>&) override {
+    stick();
+  }
+  void reduce_scatter(const Reduction&, const void*, void*, const std::vector<int64_t>&) override {
+    stick();
+  }
+  void barrier() override { stick(); }
+
+  void abort(const std::string& why) noexcept override {
+    std::lock_guard lock(mutex_);
+    if (!why_) why_ = why;
+    changed_.notify_all();
+  }
+
+  void wait_until_entered() {
+    std::unique_lock lock(mutex_);
+    check(changed_.wait_for(lock, kHang, [this] { return entered_; }), "no transfer began");
+  }
+
+ private:
+  void stick() {
+    std::unique_lock lock(mutex_);
+    entered_ = true;
+    changed_.notify_all();
+    changed_.wait(lock, [this] { return why_.has_value(); });
+    throw TransportError(*why_);
+  }
+
+  const int rank_, size_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool entered_ = false;
+  std::optional<std::string> why_;
+};
+
+// --- the job --------------------------------------------------------------------------------
+
+SimulatedRanks::SimulatedRanks(int size, const Setup& setup)
+    : size_(size), links_(make_memory_links(size)), mortal_(size), stuck_(size), ranks_(size) {
+  const auto has = [](const std::vector<int>& list, int rank) {
+    return std::find(list.begin(), list.end(), rank) != list.end();
+  };
+  raw_ = make_channels(setup.wire, size);
+  for (int rank = 0; rank < size; ++rank) {
+    if (has(setup.raw, rank)) continue;
+    std::unique_ptr<Channel> channel = std::move(raw_[rank]);
+    std::shared_ptr<Transport> transport;
+    if (has(setup.mortal, rank)) {
+      auto wrapped = std::make_unique<MortalChannel>(std::move(channel));
+      mortal_[rank] = wrapped.get();
+      channel = std::move(wrapped);
+      transport = stuck_[rank] = std::make_shared<StuckTransport>(rank, size);
+    } else {
+      // Small sizes: a few KB take the ways of a few MB.
+      const CollectiveSizes sizes{
+          .direct_allreduce = 512, .tree_broadcast = 256, .least_chunk = 128, .largest_chunk = 512};
+      transport = std::make_shared<HostCollectives>(links_[rank], sizes);
+    }
+    RuntimeOptions options = setup.options;
+    options.rank = rank;
+    options.size = size;
+    for (int r = 0; r < size; ++r) options.hosts.push_back("host" + std::to_string(r));
+    ranks_[rank] =
+        std::make_unique<Runtime>(std::move(options), std::move(channel), std::move(transport));
+  }
+}
+
+SimulatedRanks::~SimulatedRanks() { stop(); }
+
+Submission SimulatedRanks::submit(int rank, const OpDesc& desc, std::string input) {
+  Submission submission(desc, std::move(input));
+  ranks_[rank]->submit({submission.operation()});
+  return submission;
+}
+
+void SimulatedRanks::stop() {
+  std::vector<std::thread> threads;
+  for (auto& rank : ranks_) {
+    if (rank) threads.emplace_back([&rank] { rank->stop(""); });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+void SimulatedRanks::die(int rank) { mortal_[rank]->die(); }
+void SimulatedRanks::cut_link(int rank) { links_[rank].reset(); }
+void SimulatedRanks::wait_until_in_transfer(int rank) { stuck_[rank]->wait_until_entered(); }
+
+}  // namespace hvdtorch::test
