@@ -157,8 +157,9 @@ const Case sizes("frames of every size arrive whole and in order, in both direct
       Channel& channel = *channels[rank];
       for (const auto& frame : frames) channel.send(1 - rank, frame);
       const auto events = receive(channel, frames.size());
-      check_eq(events.size(), frames.size(), name);
       for (size_t i = 0; i < frames.size(); ++i) check_frame(events[i], 1 - rank, frames[i]);
+      // The peer may have closed already.
+      for (size_t i = frames.size(); i < events.size(); ++i) check_lost(events[i], 1 - rank);
       channel.close(hours(1));  // what is still queued here is sent
     });
   }

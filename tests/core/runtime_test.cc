@@ -191,6 +191,7 @@ void check_result(const Step& step, const Submission& submission, int rank, int 
                                          " got " + std::to_string(submission.output().size()) +
                                          " bytes that are not the " + std::to_string(want.size()) +
                                          " expected ones");
+  check_eq(submission.finished(), 1, "times finish() ran");
   if (step.desc.kind != OpKind::kAlltoall) return;
   std::vector<int64_t> received;
   for (const auto& from : splits_of(step, size)) received.push_back(from[rank]);
@@ -237,6 +238,7 @@ RuntimeOptions random_options(Random& random) {
   o.cycle_time = microseconds(std::array{0, 200, 1000}[random.below(3)]);
   o.cache_capacity = std::array{0u, 3u, 1024u}[random.below(3)];
   o.inline_limit = std::array{0, 64, 1024}[random.below(3)];
+  o.lone_inline_limit = std::array{0, 1 << 16}[random.below(2)];
   return o;
 }
 
@@ -281,103 +283,6 @@ const Case eight("random programs on 8 ranks", [] { soaks(8, Wire::kLocal, 4, 40
 const Case over_sockets("random programs on 2 and 4 ranks over sockets", [] {
   soaks(2, Wire::kSockets, 4, 200);
   soaks(4, Wire::kSockets, 4, 80);
-});
-
-// --- what the programs must have covered ----------------------------------------------------
-
-const Case fused("tensors that are ready together share launches", [] {
-  RuntimeOptions options;
-  options.inline_limit = 0;
-  options.cycle_time = std::chrono::seconds(3600);
-  SimulatedRanks job(2, {.options = options});
-  run_ranks(2, [&](int rank) {
-    // Submitted at once, so that they arrive at once.
-    auto whole = std::make_shared<Completion>(40);
-    std::vector<Submission> submissions;
-    std::vector<std::shared_ptr<Operation>> operations;
-    for (int i = 0; i < 40; ++i) {
-      const float value = static_cast<float>(i + 100 * rank);
-      submissions.emplace_back(allreduce_of("t" + std::to_string(i), {3}),
-                               floats({value, 1, value}), whole);
-      operations.push_back(submissions.back().operation());
-    }
-    job[rank].submit(std::move(operations));
-    check_eq(submissions.front().wait(), "");
-    for (int i = 0; i < 40; ++i) {
-      const float sum = static_cast<float>(2 * i + 100);
-      check(submissions[static_cast<size_t>(i)].output() == floats({sum, 2, sum}));
-    }
-  });
-  job.stop();
-  check_eq(job[1].stats().launched_tensors.load(), 40u);
-  check(job[1].stats().launches.load() < 40, "nothing was fused");
-  check_eq(job[1].stats().inlined_tensors.load(), 0u);
-});
-
-const Case inlined("small tensors travel inside the log, in two frames per rank", [] {
-  RuntimeOptions options;
-  options.inline_limit = 4;
-  SimulatedRanks job(3, {.options = options});
-  run_ranks(3, [&](int rank) {
-    for (int i = 0; i < 10; ++i) {
-      const auto loss = job.submit(rank, allreduce_of("loss", {1}), floats({1.0f + rank}));
-      check_eq(loss.wait(), "");
-      check(loss.output() == floats({6}));
-    }
-  });
-  job.stop();
-  for (int rank = 0; rank < 3; ++rank) {
-    check_eq(job[rank].stats().inlined_tensors.load(), 10u);
-    check_eq(job[rank].stats().launches.load(), 0u);
-    check_eq(job[rank].stats().operations.load(), 10u);
-  }
-  check_eq(job[1].stats().frames_sent.load(), 11u, "one per operation, and the goodbye");
-});
-
-const Case settings_differ("ranks with other inline limits use the transport", [] {
-  // Rank 0 sends no payload, rank 1 does.
-  auto channels = make_channels(Wire::kLocal, 2);
-  auto links = make_memory_links(2);
-  std::vector<std::unique_ptr<Runtime>> ranks;
-  for (int rank = 0; rank < 2; ++rank) {
-    RuntimeOptions options;
-    options.rank = rank;
-    options.size = 2;
-    options.inline_limit = rank == 0 ? 0 : 1024;
-    ranks.push_back(std::make_unique<Runtime>(options, std::move(channels[rank]),
-                                              std::make_shared<HostCollectives>(links[rank])));
-  }
-  run_ranks(2, [&](int rank) {
-    const Submission x(allreduce_of("x", {1}), floats({2}));
-    ranks[rank]->submit({x.operation()});
-    check_eq(x.wait(), "");
-    check(x.output() == floats({4}));
-    check_eq(ranks[rank]->stats().launches.load(), 1u);
-    ranks[rank]->stop("");
-  });
-});
-
-// --- names ----------------------------------------------------------------------------------
-
-const Case duplicates("a name in flight is refused, with all that was submitted along", [] {
-  SimulatedRanks job(2, {});
-  const auto first = job.submit(0, allreduce_of("x", {1}), floats({1}));
-  check_contains(
-      check_throws<DuplicateName>([&] { job.submit(0, allreduce_of("x", {1}), floats({1})); }),
-      "an operation named x is still in flight on this rank");
-  const Submission y(allreduce_of("y", {1}), floats({1})), x(allreduce_of("x", {1}), floats({1}));
-  check_throws<DuplicateName>([&] { job[0].submit({y.operation(), x.operation()}); });
-  const Submission z(allreduce_of("z", {1}), floats({1})), again(allreduce_of("z", {1}), "");
-  check_throws<DuplicateName>([&] { job[0].submit({z.operation(), again.operation()}); });
-  // Neither y nor z is in flight.
-  run_ranks(2, [&](int rank) {
-    for (const char* name : {"y", "z"}) {
-      check_eq(job.submit(rank, allreduce_of(name, {1}), floats({1})).wait(), "");
-    }
-    if (rank == 1) check_eq(job.submit(1, allreduce_of("x", {1}), floats({1})).wait(), "");
-  });
-  check_eq(first.wait(), "");
-  check(first.output() == floats({2}));
 });
 
 }  // namespace

@@ -44,13 +44,12 @@ Submission::Submission(OpDesc desc, std::string input, std::shared_ptr<Completio
   }
   const int64_t element = size_of(desc.dtype);
   operation_->allocate = [memory, element](const std::vector<int64_t>& shape) -> void* {
-    memory->shape = shape;
     int64_t bytes = element;
     for (int64_t dim : shape) bytes *= dim;
     memory->out.assign(static_cast<size_t>(bytes), '?');
     return memory->out.data();
   };
-  operation_->finish = [memory] { check_eq(++memory->finished, 1, "times finish() ran"); };
+  operation_->finish = [memory] { ++memory->finished; };
   operation_->desc = std::make_shared<const OpDesc>(std::move(desc));
   operation_->completion = completion ? std::move(completion) : std::make_shared<Completion>(1);
   operation_->keepalive = memory_;
