@@ -220,7 +220,7 @@ class Config:
     lone_inline_limit: int = setting(
         "LONE_INLINE_LIMIT",
         kind=COUNT,
-        default=65536,
+        default=131072,
         unit="bytes",
         help="The same for an operation that has no other beside it on its rank.",
     )

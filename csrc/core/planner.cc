@@ -31,7 +31,7 @@ std::string concatenate(const std::vector<std::string>& parts) {
 bool may_inline(const OpDesc& desc, int64_t inline_limit, int set_size) noexcept {
   if (desc.device.kind != DeviceKind::kCpu || set_size < 2) return false;
   // The coordinator receives one payload per rank: bound the sum as well.
-  constexpr int64_t kMaxTotal = 256 * 1024;
+  constexpr int64_t kMaxTotal = 512 * 1024;
   const int64_t limit = std::min(inline_limit, kMaxTotal / set_size);
   switch (desc.kind) {
     case OpKind::kAllreduce:

@@ -16,16 +16,18 @@
 
 namespace hvdtorch {
 
-// Sizes at which algorithms change, in bytes. All ranks must use the same.
+// Sizes at which algorithms change, in bytes. All ranks must use the same. Chosen by measuring
+// against Gloo's own allreduce, 2 ranks on 2 cores: smaller chunks cost more thread switches than
+// their overlap saves, larger ones fall out of the cache.
 struct CollectiveSizes {
   // allreduce: up to here (bytes that one rank receives), everybody sends everything to everybody.
-  int64_t direct_allreduce = 256 << 10;
+  int64_t direct_allreduce = 512 << 10;
   // broadcast: up to here, a tree of whole messages; above, scatter and allgather.
   int64_t tree_broadcast = 128 << 10;
   // Long messages are cut into chunks, so that one is reduced or passed on while the next travels:
   // a quarter of the message, but within these limits.
-  int64_t least_chunk = 128 << 10;
-  int64_t largest_chunk = 1 << 20;
+  int64_t least_chunk = 512 << 10;
+  int64_t largest_chunk = 4 << 20;
 };
 
 class HostCollectives : public Transport {
