@@ -18,7 +18,7 @@ from support.processes import REPOSITORY
 
 import hvdtorch
 
-COPIED = ("hvdtorch", "csrc", "docs", "examples", "tests", "benchmarks")
+COPIED = (".ci", "hvdtorch", "csrc", "docs", "examples", "tests", "benchmarks")
 NO_TORCH = "import sys; sys.modules['torch'] = None; "
 
 
@@ -116,6 +116,7 @@ def test_sdist_has_all_that_building_needs_and_nothing_built(tree: Path) -> None
     }
     assert sources - names == set()
     assert {"setup.py", "pyproject.toml", "LICENSE", "README.md"} <= names
+    assert {"Makefile", ".ci/requirements.py"} <= names, "make test works in it"
     assert not [name for name in names if name.endswith((".so", ".o", ".pyc"))]
 
 
