@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 from support.processes import REPOSITORY, TAG, kill_tagged, new_tag, rank_environment, tagged
-from torch.distributed import TCPStore
 
 TESTS = REPOSITORY / "tests"
 START_SECONDS = 100.0  # importing torch in all ranks at once, on a busy machine
@@ -55,6 +54,8 @@ class Cluster:
     """`size` rank processes that are up, initialised and waiting for a function."""
 
     def __init__(self, size: int) -> None:
+        from torch.distributed import TCPStore  # here, so that tests/core runs without torch
+
         self.size = size
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.tag = new_tag()
