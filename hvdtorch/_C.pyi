@@ -66,4 +66,4 @@ def runtime_threads() -> list[int]:
     """Kernel thread ids of the runtime's threads (tests read their context-switch counters)."""
 
 def stats() -> dict[str, int]:
-    """Counters since start: launches, fused tensors, control frames and bytes, cache hits, ..."""
+    """Counters since start: operations, launches and tensors in them, control frames and bytes."""
