@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hvdtorch import _C, buildinfo
+from hvdtorch import _C, buildinfo, log
 from hvdtorch.bootstrap import Placement, find_launch, open_store
 from hvdtorch.config import Config
 from hvdtorch.process_sets import ProcessSet, global_process_set
@@ -69,6 +69,7 @@ def init(
     if _C.is_running():
         return
     config = Config.from_env(os.environ)
+    log.configure(config.log_level, config.log_hide_time)
     _echo_fd = config.echo_fd
     if launch.size == 1:
         placement, hosts, fds = Placement(0, 1, 0, 1, 0, 1), [""], [-1]

@@ -325,12 +325,6 @@ class Config:
         default=-1,
         help="Set by hvdrun: where a rank that fails because another rank failed says so.",
     )
-    join_divisor: str = setting(
-        "JOIN_DIVISOR",
-        kind=_choice("size", "active"),
-        default="size",
-        help="What averages are divided by after join(): all ranks, or those still active.",
-    )
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Config:

@@ -13,14 +13,13 @@ import concurrent.futures
 import contextlib
 import hashlib
 import hmac
-import logging
 import secrets
 import socket
 import struct
 import threading
 import time
 
-log = logging.getLogger("hvdtorch")
+from hvdtorch.log import logger
 
 _MAGIC = b"hvdtorch control 1\n"
 _NONCE = 32
@@ -89,7 +88,9 @@ class Listener:
                     connections[rank] = connection
                 connection.sendall(_proof(key, b"server", rank, server_nonce, client_nonce))
             except (OSError, ConnectionError) as error:
-                log.warning("dropped a connection from %s to the control port: %s", address, error)
+                logger.warning(
+                    "dropped a connection from %s to the control port: %s", address, error
+                )
                 with lock:
                     for rank, known in list(connections.items()):
                         if known is connection:
@@ -146,9 +147,11 @@ def connect(addresses: list[str], port: int, rank: int, key: bytes, deadline: fl
                 expected = _proof(key, b"server", rank, server_nonce, client_nonce)
                 if not hmac.compare_digest(expected, _receive(connection, 32)):
                     raise ConnectionError("it does not know the job's key")
+                logger.info("rank %d reached rank 0 at %s:%d", rank, address, port)
                 return _detach(connection)
             except OSError as error:
                 failures[address] = str(error) or type(error).__name__
+                logger.debug("rank %d: %s:%d: %s", rank, address, port, failures[address])
                 if connection is not None:
                     connection.close()
         if time.monotonic() >= deadline:

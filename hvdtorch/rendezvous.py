@@ -24,6 +24,7 @@ import torch.distributed as dist
 from hvdtorch import connect
 from hvdtorch.bootstrap import Introduction, Launch, Placement, introduce, place
 from hvdtorch.config import Config
+from hvdtorch.log import logger
 
 # Settings that decide what travels and in which order: rank 0's count for all.
 SHARED_SETTINGS = (
@@ -186,4 +187,5 @@ def meet(base: dist.Store, launch: Launch, config: Config, version: str, round_:
     address = (_own_addresses(welcome.one_host, config, master) or ["127.0.0.1"])[0]
     limit = timedelta(seconds=config.operation_timeout or 365 * 86400)
     link = _gloo(dist.PrefixStore("gloo", store), placement, welcome.one_host, address, limit)
+    logger.info("%s on host %s", placement, own.hostname)
     return Meeting(placement, welcome.hosts, fds, link, welcome.settings)

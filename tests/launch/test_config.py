@@ -20,7 +20,6 @@ def test_defaults() -> None:
     assert config.operation_timeout == 0.0
     assert config.log_level == "warning"
     assert config.log_hide_time is False
-    assert config.join_divisor == "size"
 
 
 @pytest.mark.parametrize(
@@ -44,7 +43,6 @@ def test_defaults() -> None:
         ("HOROVOD_GLOO_IFACE", "eth0", "interface", "eth0"),
         ("HVDTORCH_HOST_ID", "a", "host_id", "a"),
         ("HOROVOD_HOSTNAME", "node_1", "hostname", "node_1"),
-        ("HVDTORCH_JOIN_DIVISOR", "active", "join_divisor", "active"),
         ("HVDTORCH_JOB_KEY", "ab" * 32, "job_key", "ab" * 32),
     ],
 )
@@ -85,7 +83,6 @@ def test_an_empty_variable_is_not_set() -> None:
         ("HOROVOD_CONTROLLER", "nccl", "must be gloo"),
         ("HOROVOD_CPU_OPERATIONS", "CCL", "no oneCCL"),
         ("HOROVOD_CPU_OPERATIONS", "mpi", "without MPI"),
-        ("HVDTORCH_JOIN_DIVISOR", "all", "size or active"),
     ],
 )
 def test_a_bad_value_is_named(variable: str, text: str, says: str) -> None:
