@@ -351,3 +351,32 @@ def test_missing_ranks_are_named_when_the_start_timeout_passes():
         env={"HVDTORCH_START_TIMEOUT": "3"},
     )
     assert set(result.returncodes) == {0}, result.stdout
+
+
+def test_a_transfer_without_progress_fails_after_the_operation_timeout():
+    result = run_script(
+        2,
+        """
+        import os, signal, subprocess, sys
+        import torch
+        import hvdtorch as hvd
+
+        hvd.init()
+        x = torch.ones(20_000_000)
+        hvd.allreduce_(x, name="x")
+        if hvd.rank() == 1:
+            # Stopped for a while, in the middle of a transfer; not dead, so no socket closes.
+            wake = f"sleep 6; kill -CONT {os.getpid()}"
+            subprocess.Popen(["sh", "-c", f"sleep 1; kill -STOP {os.getpid()}; {wake}"])
+        try:
+            while True:
+                hvd.allreduce_(x, name="x")
+        except hvd.HorovodInternalError as error:
+            print("SEEN", error, flush=True)
+        """,
+        env={"HVDTORCH_OPERATION_TIMEOUT": "2"},
+    )
+    assert result.returncodes == [0, 0], result.stdout
+    for output in result.outputs:
+        assert "SEEN allreduce.x cannot complete: " in output
+        assert "reports a failed transfer" in output
