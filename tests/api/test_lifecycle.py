@@ -1,5 +1,6 @@
 """How jobs end: deaths, exceptions, exits without shutdown, cycles of init and shutdown, idling."""
 
+import re
 import signal
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import hvdtorch as hvd
 
 hvd.init()
+hvd.barrier()  # nobody is in init() any more: there the same death has another error
 x = torch.ones({numel})
 try:
     for step in range(1000000):
@@ -41,7 +43,8 @@ def test_sigkill_is_seen_and_named(tmp_path, step, numel):
     result = run_death(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", step, numel)
     assert result.returncodes == [0, 0, -signal.SIGKILL]
     for output in result.outputs[:2]:
-        assert "SEEN allreduce.w cannot complete: rank 2 (host " in output
+        # A survivor that is late learns of the death at its next call, not in the middle of one.
+        assert re.search(r"SEEN (allreduce.w cannot complete|this job .*): rank 2 \(host ", output)
         assert "is gone without a goodbye: it was killed or crashed" in output
 
 
@@ -50,10 +53,10 @@ def test_an_exception_is_passed_on(tmp_path):
     assert result.returncodes == [0, 0, 1]
     for output in result.outputs[:2]:
         assert "rank 2 (host " in output
-        assert "has left the job after ValueError: bad batch (script.py:11)" in output
+        assert "has left the job after ValueError: bad batch (script.py:12)" in output
 
 
-def test_exit_before_the_first_collective(tmp_path):
+def test_exit_before_the_first_reduction(tmp_path):
     result = run_death(tmp_path, "sys.exit(3)", step=0)
     assert result.returncodes == [0, 0, 3]
     for output in result.outputs[:2]:
