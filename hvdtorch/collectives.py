@@ -10,8 +10,8 @@ What holds for all of them:
   in `_` write into the tensor they are given and return it. The results of all others are new
   contiguous tensors of the input's dtype and device.
 - Only blocking forms that return new tensors are differentiable.
-- Any strided CPU or CUDA tensor is taken by its logical values: transposed, channels_last, sliced
-  or expanded (not expanded in the `_` forms).
+- Any strided CPU tensor is taken by its logical values: transposed, channels_last, sliced or
+  expanded (not expanded in the `_` forms).
 - What a rank can see alone is a ValueError or TypeError at the call. A disagreement between ranks
   is the same `HorovodInternalError` on all of them, from `synchronize` or the blocking call, and
   the job stays usable. Before `hvd.init()` and after `hvd.shutdown()` every call is a
