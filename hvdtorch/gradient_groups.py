@@ -53,6 +53,7 @@ class Slot:
         "name",
         "operation",
         "parameter",
+        "reduced",
         "shape",
         "tensor",
         "wire",
@@ -75,6 +76,8 @@ class Slot:
             None  # reduced content that a new contribution must not be added to
         )
         self.guarded = False  # whether the hook before accumulation has to look closer
+        # What the last round left in `.grad`; kept for ops that must not be applied to it again.
+        self.reduced: Callable[[], Tensor | None] | None = None
 
     def __str__(self) -> str:
         return f"{self.name!r} {list(self.shape)} {self.dtype} ({self.group.settings})"

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import unserializable_hook
 
 from .gradient_groups import Group, Settings, Slot
@@ -41,6 +42,8 @@ from .gradient_rounds import CLEAN, HELD, TWICE, Rounds
 _graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
 _queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+_will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
+_ANY_LEAF = get_gradient_edge(torch.zeros((), requires_grad=True)).node
 
 
 class GradientReducer:
@@ -135,7 +138,7 @@ class GradientReducer:
 
         @unserializable_hook
         def before(_: Tensor) -> None:
-            if slot.guarded:
+            if slot.guarded and _accumulates(slot):
                 rounds.set_aside(slot)
 
         def after(parameter: Tensor) -> None:
@@ -211,7 +214,8 @@ class GradientReducer:
         """Reduce what is accumulated and unreduced in these groups.
 
         With `meet`, hold a round also if there is nothing, but no round has covered one of the
-        groups since the last step: Note [What ranks must agree on].
+        groups since the last step: Note [What ranks must agree on]. Gradients in such a group are
+        none of ours: they were put there by hand, and are reduced as well.
         """
         needed = False
         for group in groups:
@@ -220,6 +224,7 @@ class GradientReducer:
                 self._rounds.launch_held(group)
             elif meet and not group.met:
                 needed = True
+                self._rounds.launch_given(group)
         if needed:
             self._rounds.hold()
 
@@ -234,6 +239,21 @@ class GradientReducer:
                     slot.aside = None
             if HELD not in group.marks:
                 group.passes = 0
+
+
+def _accumulates(slot: Slot) -> bool:
+    """Asked in a hook on the slot's parameter: will its gradient go into `.grad`?
+
+    Not if it is only returned, by `torch.autograd.grad`.
+    """
+    if _will_execute(_ANY_LEAF):  # a backward() to all leaves; costs less than to ask for this one
+        return True
+    parameter = slot.parameter()
+    assert parameter is not None
+    try:
+        return _will_execute(get_gradient_edge(parameter).node)
+    except RuntimeError:  # that is how the engine says that it returns the gradients of leaves
+        return False
 
 
 def _python_threads() -> set[int | None]:

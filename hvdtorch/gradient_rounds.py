@@ -18,6 +18,7 @@ Note [Contributions that must stay apart]
 from __future__ import annotations
 
 import gc
+import weakref
 
 import torch
 from torch import Tensor
@@ -111,6 +112,17 @@ class Rounds:
                     group.marks[slot.index] = CLEAN
                 else:
                     self.launch(slot, gradient)
+
+    def launch_given(self, group: Group) -> None:
+        """Launch the gradients that the user has put into `.grad` without a backward().
+
+        What an earlier round has reduced and nobody has cleared since is among them if the op is
+        an average, which does not change it: Note [Contributions that must stay apart].
+        """
+        for slot in group.slots:
+            gradient = slot.gradient()
+            if gradient is not None and not (slot.reduced and slot.reduced() is gradient):
+                self.launch(slot, gradient)
 
     def set_aside(self, slot: Slot) -> None:
         """Note [Contributions that must stay apart]."""
@@ -238,6 +250,9 @@ class Rounds:
         for slot in done:
             slot.tensor = None
             slot.guarded = slot.group.separate
+            if slot.guarded:
+                gradient = slot.gradient()
+                slot.reduced = None if gradient is None else weakref.ref(gradient)
         for group, _ in due:
             group.met = True
             group.clear_marks()

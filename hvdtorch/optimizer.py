@@ -258,7 +258,8 @@ def DistributedOptimizer(
     with the same name; state, defaults, param groups and schedulers are kept. When `backward()`
     returns, `.grad` of every parameter is the reduced gradient, so clipping, unscaling and a plain
     `step()` all see the same values on every rank. A parameter that only some ranks' losses depend
-    on counts as zero on the others; where no rank used it, `.grad` stays None.
+    on counts as zero on the others; where no rank used it, `.grad` stays None. If there was no
+    `backward()` since the last step, `step()` reduces the gradients that were assigned by hand.
 
     All ranks must wrap the same parameters in the same order, and run the same number of
     `backward()` passes between two steps, from one thread at a time. At size 1 the optimizer

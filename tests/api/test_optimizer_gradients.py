@@ -353,6 +353,57 @@ def test_create_graph_gives_averages_and_keeps_the_local_graph(cluster: Cluster)
     assert cluster.run(second_order) == [(18.0, 12.0), (18.0, 24.0)]
 
 
+def after_a_gradient_that_is_returned(op: int) -> tuple[list[float], list[float]]:
+    w = parameter(1.0)
+    wrapped = wrap({"w": w}, op=op)
+    push(1.0 + hvd.rank(), w)
+    torch.autograd.grad(w.sum(), w)
+    kept = w.grad.tolist()
+    (w * (1.0 + hvd.rank())).sum().backward(inputs=[w])
+    del wrapped
+    return kept, w.grad.tolist()
+
+
+@pytest.mark.np(2)
+def test_autograd_grad_leaves_reduced_gradients_alone(cluster: Cluster) -> None:
+    assert cluster.run(after_a_gradient_that_is_returned, hvd.Sum) == [([3.0], [6.0])] * 2
+    assert cluster.run(after_a_gradient_that_is_returned, hvd.Average) == [([1.5], [3.0])] * 2
+
+
+def assigned_by_hand(op: int, explicit: bool) -> list[float]:
+    """The gradients after a step() on assigned ones, one more step() on the same ones, and a step()
+    on gradients that rank 0 alone has assigned."""
+    w, v = parameter(1.0), parameter(1.0)
+    wrapped = wrap({"w": w, "v": v}, op=op)
+    push(1.0, w, v)  # so that there is something reduced to tell from what is assigned
+    wrapped.step()
+    (gradient,) = torch.autograd.grad((w * (hvd.rank() + 1)).sum(), w)
+    w.grad, v.grad = gradient, None
+    if explicit:
+        wrapped.synchronize()
+        with wrapped.skip_synchronize():
+            wrapped.step()
+    else:
+        wrapped.step()
+    seen = [w.grad.item()]
+    assert v.grad is None
+    wrapped.step()
+    seen.append(w.grad.item())
+    w.grad = torch.full((1,), 6.0) if hvd.rank() == 0 else None
+    wrapped.step()
+    return [*seen, w.grad.item(), round(w.item(), 5)]
+
+
+@pytest.mark.np(2)
+@pytest.mark.parametrize("explicit", [False, True])
+def test_gradients_assigned_by_hand_are_reduced_once_by_the_step(
+    cluster: Cluster, explicit: bool
+) -> None:
+    # 1 and 2; w loses a tenth of 1, 1.5, 1.5 and 3
+    assert cluster.run(assigned_by_hand, hvd.Average, explicit) == [[1.5, 1.5, 3.0, 0.3]] * 2
+    assert cluster.run(assigned_by_hand, hvd.Sum, explicit) == [[3.0, 3.0, 6.0, -0.4]] * 2
+
+
 # --- Ranges, dtypes, compression ---------------------------------------------------------------
 
 
