@@ -46,7 +46,7 @@ OpDesc unusual() {
   d.postscale = std::numeric_limits<double>::denorm_min();
   d.name = std::string("schicht/\xc3\xa4\xe2\x82\xac\xf0\x9f\x98\x80\0 \n\"", 22);
   d.shape = {3, 0, 1};
-  d.group = std::string(70'000, 'g');
+  d.group = std::string(40, 'g');
   d.group_size = std::numeric_limits<int32_t>::max();
   d.site = "dir with space/\xe8\xa8\x93.py:1";
   d.remembered = false;
@@ -253,8 +253,7 @@ const Case truncated("a frame cut anywhere is refused, or ends at a record", [] 
 const Case flipped("a flipped bit or byte does no harm", [] {
   for (const bool log : {false, true}) {
     const std::string frame = log ? sample_entries() : sample_statements();
-    // The 70,000 letters of the long group name are all alike: some of them are enough.
-    for (size_t i = 0; i < frame.size(); i += i > 200 && i < 70'000 ? 997 : 1) {
+    for (size_t i = 0; i < frame.size(); ++i) {
       for (int bit = 0; bit < 8; ++bit) {
         std::string other = frame;
         other[i] = static_cast<char>(other[i] ^ (1 << bit));
