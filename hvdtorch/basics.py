@@ -68,6 +68,11 @@ def init(
             )
     if _C.is_running():
         return
+    if _placement is not None:  # before it meets anybody, with the parent's connections
+        raise _C.HorovodInternalError(
+            f"process {os.getpid()} is a forked child of rank {_placement.rank} (a DataLoader "
+            "worker?): only the rank itself may call hvd.init()"
+        )
     config = Config.from_env(os.environ)
     log.configure(config.log_level, config.log_hide_time)
     _echo_fd = config.echo_fd

@@ -18,7 +18,7 @@ from typing import Any
 
 from hvdtorch.buildinfo import build_text, check_build
 from hvdtorch.config import SETTINGS, Setting
-from hvdtorch.launch import hosts
+from hvdtorch.launch import hosts, processes
 from hvdtorch.launch.environ import JobSpec, rank_environment
 from hvdtorch.launch.job import SETTLE_TIME, Job, Options
 from hvdtorch.launch.output import Console, Sink, open_rank_files
@@ -58,6 +58,9 @@ _NO_MPI = (
 )
 
 
+_MOST_RANKS = 1 << 16  # far beyond what a host can run, but a slip of the finger ends in an error
+
+
 class _Refuse(argparse.Action):
     """A flag that ends hvdrun with one sentence (`const`)."""
 
@@ -88,14 +91,16 @@ class _Set(argparse.Action):
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be at least 1")
-    return value
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer from 1 to {_MOST_RANKS}")
+    return int(text)
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not (math.isfinite(value) and value >= 0):
         raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds >= 0")
     return value
@@ -226,6 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         killed it or that hvdrun was sent, 126 or 127 for a command that cannot be run.
         A command line that makes no sense ends with SystemExit(2).
     """
+    processes.open_standard_files()
     parser = make_parser()
     flags, command = split_command(parser, sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(flags)

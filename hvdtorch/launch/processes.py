@@ -21,6 +21,18 @@ _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def open_standard_files() -> None:
+    """Open what this process was started without of stdin, stdout and stderr, on /dev/null.
+
+    Otherwise the next file that it opens would be taken for one of them, here and by children.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number: fd
+
+
 def adopt_orphans() -> None:
     """Make this process the new parent of every descendant that loses its own."""
     if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:

@@ -81,6 +81,25 @@ def test_standard_input_is_empty(hvdrun: Hvdrun) -> None:
     assert lines_of(result.stdout) == ["[0]<stdout>:''", "[1]<stdout>:''"]
 
 
+@pytest.mark.parametrize("closed", [(0,), (1,), (0, 1, 2)])
+def test_hvdrun_may_be_started_without_standard_files(
+    hvdrun: Hvdrun, tmp_path: Path, closed: tuple[int, ...]
+) -> None:
+    source = """
+import pathlib, sys
+import torch
+import hvdtorch as hvd
+hvd.init()
+total = int(hvd.allreduce(torch.tensor(1), op=hvd.Sum))
+pathlib.Path(sys.argv[1], str(hvd.rank())).write_text(str(total))
+"""
+    command = hvdrun.command(2, source, str(tmp_path), flags=["--start-timeout", "60"])
+    closing = " ".join(f"{fd}>&-" for fd in closed)
+    shell = ("sh", "-c", f'exec "$@" {closing}', "sh", *HVDRUN)
+    assert hvdrun(*command, program=shell).returncode == 0
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["2", "2"]
+
+
 def test_ranks_inherit_no_file_but_their_own(hvdrun: Hvdrun) -> None:
     source = """
 import os
