@@ -41,7 +41,7 @@ struct RuntimeOptions {
   uint32_t cache_capacity = 1024;
   int64_t inline_limit = 1024;
   int64_t lone_inline_limit = 0;  // where it is larger: for an operation with nothing beside it
-  int core = -1;  // for both threads; -1: any
+  int core = -1;                  // for both threads; -1: any
   // How long a failed transfer waits for its cause to be known before it is reported as it is.
   std::chrono::milliseconds cause_grace{3000};
   // How long stop() lets launched operations finish, and then peers take their leave.
