@@ -43,7 +43,6 @@ _graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
 _queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 _will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
-_ANY_LEAF = get_gradient_edge(torch.zeros((), requires_grad=True)).node
 
 
 class GradientReducer:
@@ -54,6 +53,7 @@ class GradientReducer:
         self._names: set[str] = set()  # ever used since init()
         self._task = -1  # the engine's number of the backward() that is running, as far as known
         self._open: dict[int, int] = {}  # numbers of those whose end is awaited, and their threads
+        self._kind = (-1, False)  # the last backward() asked about, and whether it accumulates
         self._overtaken: set[int] = set()  # those in another thread than the pass that just ended
 
     # -- Wrapping ---------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class GradientReducer:
 
         @unserializable_hook
         def before(_: Tensor) -> None:
-            if slot.guarded and _accumulates(slot):
+            if slot.guarded and self._accumulates(slot):
                 rounds.set_aside(slot)
 
         def after(parameter: Tensor) -> None:
@@ -160,6 +160,24 @@ class GradientReducer:
             parameter.register_post_accumulate_grad_hook(after),
         ]
         parameter.requires_grad_(required)
+
+    def _accumulates(self, slot: Slot) -> bool:
+        """In a hook on the slot's parameter: does this backward() accumulate into `.grad`?
+
+        `torch.autograd.grad` does not, it returns the gradients. Asking the engine is not cheap,
+        so it is asked once for all slots.
+        """
+        task = _graph_task_id()
+        asked, answer = self._kind
+        if asked != task:
+            parameter = slot.parameter()
+            assert parameter is not None
+            try:
+                answer = _will_execute(get_gradient_edge(parameter).node)
+            except RuntimeError:  # how the engine says that it returns the gradients of leaves
+                answer = False
+            self._kind = (task, answer)
+        return answer
 
     # -- Passes -----------------------------------------------------------------------------------
 
@@ -239,21 +257,6 @@ class GradientReducer:
                     slot.aside = None
             if HELD not in group.marks:
                 group.passes = 0
-
-
-def _accumulates(slot: Slot) -> bool:
-    """Asked in a hook on the slot's parameter: will its gradient go into `.grad`?
-
-    Not if it is only returned, by `torch.autograd.grad`.
-    """
-    if _will_execute(_ANY_LEAF):  # a backward() to all leaves; costs less than to ask for this one
-        return True
-    parameter = slot.parameter()
-    assert parameter is not None
-    try:
-        return _will_execute(get_gradient_edge(parameter).node)
-    except RuntimeError:  # that is how the engine says that it returns the gradients of leaves
-        return False
 
 
 def _python_threads() -> set[int | None]:
