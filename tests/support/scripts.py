@@ -100,7 +100,8 @@ def _run(
                 processes.append(
                     subprocess.Popen(
                         command,
-                        env=environment | {TAG: tag} | extra,
+                        # torchrun leaves a folder of logs in TMPDIR: it goes with `directory`.
+                        env=environment | {TAG: tag, "TMPDIR": directory} | extra,
                         stdin=subprocess.DEVNULL,
                         stdout=stream,
                         stderr=subprocess.STDOUT,
