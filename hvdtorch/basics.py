@@ -21,6 +21,7 @@ import torch
 from hvdtorch import _C, buildinfo, log
 from hvdtorch.bootstrap import Placement, find_launch, open_store
 from hvdtorch.config import Config
+from hvdtorch.operation import BARRIER, SUM
 from hvdtorch.process_sets import ProcessSet, global_process_set
 from hvdtorch.rendezvous import SHARED_SETTINGS, meet
 from hvdtorch.version import __version__
@@ -99,9 +100,31 @@ def init(
         lone_inline_limit=int(settings["lone_inline_limit"]),
         core=_core(config, placement.local_rank),
     )
+    try:
+        _meet_once_more(config.start_timeout)
+    except BaseException:
+        _C.stop("a failure of its hvd.init()")
+        _link = None
+        raise
     _placement = placement
     global_process_set._bind(placement.rank, placement.size)
     _install_exit_hooks()
+
+
+def _meet_once_more(timeout: float) -> None:
+    """A barrier: no rank leaves init() before all ranks' connections stand.
+
+    Else a rank that dies right after its own init() would break that of the others, which could
+    not tell who it was.
+    """
+    barrier = _C.submit(
+        BARRIER, "barrier.init", "barrier", [], False, False, SUM, 1.0, 1.0, 0, None, 0
+    )
+    if not barrier.wait(timeout):
+        raise TimeoutError(
+            f"hvd.init(): not all ranks were ready within the start timeout of {timeout:g} s "
+            "(HVDTORCH_START_TIMEOUT, hvdrun --start-timeout)"
+        )
 
 
 def _core(config: Config, local_rank: int) -> int:

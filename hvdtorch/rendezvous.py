@@ -104,7 +104,14 @@ def _gloo(
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=hostname)]
     options._threads = 1  # only for Gloo's own collectives, which are not used
     options._timeout = timeout
-    return dist.ProcessGroupGloo(store, placement.rank, placement.size, options)
+    try:
+        return dist.ProcessGroupGloo(store, placement.rank, placement.size, options)
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise ConnectionError(
+            f"rank {placement.rank} cannot connect its data transport to all other ranks: has one "
+            f"of them died in hvd.init()? (Gloo: {reason})"
+        ) from error
 
 
 @dataclass(frozen=True)
