@@ -22,6 +22,11 @@ std::string Coordinator::describe(int rank) const {
   return text;
 }
 
+std::string Coordinator::farewell(int rank, const std::string& reason) const {
+  return describe(rank) + " has left the job" +
+         (reason.empty() ? " (hvd.shutdown() or end of its script)" : " after " + reason);
+}
+
 void Coordinator::on_frame(int rank, const std::string& frame, Clock::time_point now) {
   if (presence_[rank] != Presence::kHere) return;
   try {
@@ -43,10 +48,7 @@ void Coordinator::on_statement(int rank, Statement statement, Clock::time_point 
     presence_[rank] = Presence::kGone;
     // A launch that it left unread is one that it takes no part in: the others must not wait.
     const bool clean = bye->clean && bye->launches == launches_;
-    end(describe(rank) + " has left the job" +
-            (bye->reason.empty() ? " (hvd.shutdown() or end of its script)"
-                                 : " after " + bye->reason),
-        !clean);
+    end(farewell(rank, bye->reason), !clean);
   } else {
     // Most often the transfer failed because a peer died, whose connection to us breaks as well:
     // that is the better explanation, so it gets a moment to turn up.

@@ -54,6 +54,8 @@ class Coordinator {
 
   // "rank 2 (host b)"
   std::string describe(int rank) const;
+  // What the others are told when that rank leaves; `reason` is "" for a plain shutdown.
+  std::string farewell(int rank, const std::string& reason) const;
 
  private:
   static constexpr int kPipeline = 2;

@@ -299,10 +299,7 @@ void Runtime::leave() {
     reason = stop_reason_;
   }
   if (coordinator_) {
-    const std::string text =
-        coordinator_->describe(0) + " has left the job" +
-        (reason.empty() ? " (hvd.shutdown() or end of its script)" : " after " + reason);
-    append({Down{text, !clean, true}});
+    append({Down{coordinator_->farewell(0, reason), !clean, true}});
   } else {
     std::string frame;
     encode(frame, Bye{reason, clean, launches_}, statement_slots_);

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.cluster import Cluster
-from support.gradients import Submissions, parameter, push, wrap
+from support.gradients import Submissions, parameter, push, synchronize_and_step, wrap
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -117,12 +117,7 @@ def loss_of_rank_0_only(explicit: bool) -> list:
     for step in range(3):
         if hvd.rank() == step % hvd.size():
             push(hvd.size(), w)
-        if explicit:
-            optimizer.synchronize()
-            with optimizer.skip_synchronize():
-                optimizer.step()
-        else:
-            optimizer.step()
+        synchronize_and_step(optimizer, explicit)
         seen.append(w.grad.tolist())
         optimizer.zero_grad()
     return seen

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from support.cluster import Cluster
-from support.gradients import Submissions, parameter, push, wrap
+from support.gradients import Submissions, parameter, push, synchronize_and_step, wrap
 from torch import nn
 
 import hvdtorch as hvd
@@ -21,12 +21,7 @@ def leftovers(second_step: bool, explicit: bool) -> tuple[list[float], list[int]
     applied, reductions = [], []
 
     def step() -> None:
-        if explicit:
-            optimizer.synchronize()
-            with optimizer.skip_synchronize():
-                optimizer.step()
-        else:
-            optimizer.step()
+        synchronize_and_step(optimizer, explicit)
         applied.append(w.grad.item())
         optimizer.zero_grad()
 

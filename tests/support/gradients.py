@@ -23,6 +23,16 @@ def push(gradient: float, *parameters: nn.Parameter) -> None:
     sum((p.sum() * gradient for p in parameters), start=torch.zeros(())).backward()
 
 
+def synchronize_and_step(optimizer: Any, explicit: bool) -> None:
+    """A step as scripts write it: plain, or after an explicit synchronize()."""
+    if explicit:
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    else:
+        optimizer.step()
+
+
 class Submissions(list[str]):
     """The names of the operations that the reducer submits inside a `with`."""
 
