@@ -1,6 +1,7 @@
 """hvdrun: starts the ranks of a job on this host, forwards their output, ends them together.
 
     cli        the command line
+    config_file, horovodrun_flags  what the command line shares with horovodrun's
     hosts      where ranks run: -H, --hostfile
     environ    the variables each rank gets
     job        the loop that watches over the ranks until the job is over
