@@ -4,6 +4,7 @@
     config_file, horovodrun_flags  what the command line shares with horovodrun's
     hosts      where ranks run: -H, --hostfile
     environ    the variables each rank gets
+    function   `horovod.run`: a function instead of a program, called on every rank
     job        the loop that watches over the ranks until the job is over
     processes  starting, finding and describing processes (Linux)
     output     lines from many ranks to one console, whole and labelled

@@ -106,6 +106,11 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="settings in YAML, with the keys of horovodrun's; flags win over them",
     )
+    add(
+        "--as-horovod",
+        action="store_true",
+        help="in the ranks `import horovod.torch` means hvdtorch: for scripts written for Horovod",
+    )
     where = parser.add_argument_group("where").add_mutually_exclusive_group()
     where.add_argument("-H", "--hosts", metavar="HOST:SLOTS", help="default: localhost:N")
     where.add_argument(
@@ -274,6 +279,7 @@ def _run(
         port=listener.getsockname()[1],
         key=secrets.token_hex(32),
         settings=args.settings,
+        as_horovod=args.as_horovod,
     )
     environments = [rank_environment(os.environ, job, rank) for rank in range(job.size)]
     options = Options(
