@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import numpy as np
-import reference
 import torch
+from support import reference
 from support.checks import ALL_DTYPES
 from torch import Tensor
 

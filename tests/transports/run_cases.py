@@ -7,9 +7,9 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 import matrix
-import reference
 import torch
 from matrix import Case
+from support import reference
 from torch import Tensor
 
 import hvdtorch as hvd
@@ -160,7 +160,7 @@ def _run(kind: str, process_set: object) -> int:
     members = process_set.ranks
     index = process_set.rank()
     prepared = [Prepared(case, index, len(members)) for case in matrix.cases(kind)]
-    before = [reference._bits(one.given) for one in prepared]
+    before = [reference.bits(one.given) for one in prepared]
     compared, wrong = 0, []
     for name, way in WAYS.items():
         if name == "grouped" and kind in _WITHOUT_GROUPS:
@@ -170,7 +170,7 @@ def _run(kind: str, process_set: object) -> int:
             if complaint:
                 wrong.append(f"{name}: {complaint}")
     for one, bits in zip(prepared, before, strict=True):
-        if not torch.equal(reference._bits(one.given), bits):
+        if not torch.equal(reference.bits(one.given), bits):
             wrong.append(f"{one.case}: the input was changed")
     if wrong:
         shown = "\n".join(wrong[:10])

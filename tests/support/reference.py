@@ -32,19 +32,21 @@ class Reduction:
     postscale: float = 1.0
 
 
-def reduced(reduction: Reduction, inputs: Sequence[Tensor]) -> Tensor:
-    """The reduction of one tensor per rank; contiguous."""
+def reduced(reduction: Reduction, inputs: Sequence[Tensor], divisor: int = 0) -> Tensor:
+    """The reduction of one tensor per rank; contiguous. Averages divide by the number of tensors,
+    or by `divisor`."""
+    divisor = divisor or len(inputs)
     dtype, shape = inputs[0].dtype, inputs[0].shape
     with np.errstate(all="ignore"):
         if dtype == torch.bool:
             flat = _reduced_bools(reduction, inputs)
         elif dtype.is_complex:
-            flat = _reduced_complex(reduction, inputs)
+            flat = _reduced_complex(reduction, inputs, divisor)
         elif dtype.is_floating_point:
-            values = _reduced_floats(reduction, [_computed_in(t) for t in inputs])
+            values = _reduced_floats(reduction, [_computed_in(t) for t in inputs], divisor)
             flat = _rounded(values, dtype)
         else:
-            flat = _reduced_integers(reduction, inputs)
+            flat = _reduced_integers(reduction, inputs, divisor)
     return flat.reshape(shape)
 
 
@@ -73,8 +75,8 @@ def _reduced_bools(reduction: Reduction, inputs: Sequence[Tensor]) -> Tensor:
     return torch.tensor([rule(column) for column in columns], dtype=torch.bool)
 
 
-def _reduced_integers(reduction: Reduction, inputs: Sequence[Tensor]) -> Tensor:
-    dtype, ranks = inputs[0].dtype, len(inputs)
+def _reduced_integers(reduction: Reduction, inputs: Sequence[Tensor], divisor: int) -> Tensor:
+    dtype = inputs[0].dtype
     info = torch.iinfo(dtype)
     lowest, values = info.min, 2**info.bits
     highest = 2**64 - 1 if dtype == torch.uint64 else 2**63 - 1  # what a product is clamped to
@@ -89,7 +91,7 @@ def _reduced_integers(reduction: Reduction, inputs: Sequence[Tensor]) -> Tensor:
         return wrapped(min(max(product, -(2**63)), highest) for product in products)
 
     rules: dict[int, Callable[[tuple[int, ...]], int]] = {
-        hvd.Average: lambda column: _truncated_quotient(sum(column), ranks),
+        hvd.Average: lambda column: _truncated_quotient(sum(column), divisor),
         hvd.Sum: sum,
         hvd.Product: math.prod,
         hvd.Min: min,
@@ -120,7 +122,7 @@ def _scaled(values: Any, factor: float) -> Any:
     return values if factor == 1.0 else values * values.dtype.type(factor)
 
 
-def _reduced_floats(reduction: Reduction, inputs: Sequence[Any]) -> Any:
+def _reduced_floats(reduction: Reduction, inputs: Sequence[Any], divisor: int) -> Any:
     rules = {
         hvd.Average: lambda a, b: a + b,
         hvd.Sum: lambda a, b: a + b,
@@ -132,7 +134,7 @@ def _reduced_floats(reduction: Reduction, inputs: Sequence[Any]) -> Any:
     total = fold(rules[reduction.op], [_scaled(x, reduction.prescale) for x in inputs])
     total = _scaled(total, reduction.postscale)
     if reduction.op == hvd.Average:
-        total = total / total.dtype.type(len(inputs))
+        total = total / total.dtype.type(divisor)
     return total
 
 
@@ -148,11 +150,11 @@ def _rounded(values: Any, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(values).to(dtype)
 
 
-def _reduced_complex(reduction: Reduction, inputs: Sequence[Tensor]) -> Tensor:
+def _reduced_complex(reduction: Reduction, inputs: Sequence[Tensor], divisor: int) -> Tensor:
     dtype = inputs[0].dtype
     parts = [torch.view_as_real(t.contiguous()).reshape(-1, 2).numpy() for t in inputs]
     if reduction.op != hvd.Product:
-        result = _reduced_floats(reduction, parts)
+        result = _reduced_floats(reduction, parts, divisor)
     else:
 
         def times(a: Any, b: Any) -> Any:
@@ -174,7 +176,7 @@ def difference(actual: Tensor, expected: Tensor) -> str:
     """Empty if dtype, shape and bits are equal (any NaN equals any other), else what differs."""
     if (actual.dtype, actual.shape) != (expected.dtype, expected.shape):
         return f"is {actual.dtype}{list(actual.shape)}, not {expected.dtype}{list(expected.shape)}"
-    ours, theirs = _bits(actual), _bits(expected)
+    ours, theirs = bits(actual), bits(expected)
     if torch.equal(ours, theirs):
         return ""
     wrong = ours != theirs
@@ -187,7 +189,8 @@ def difference(actual: Tensor, expected: Tensor) -> str:
     return f"is\n{actual}\nnot\n{expected}"
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def bits(tensor: Tensor) -> Tensor:
+    """The logical values, as bytes in row-major order."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
