@@ -18,7 +18,7 @@ from hvdtorch.compat import PATH
 SCRIPTS = Path(__file__).parent / "scripts"
 SECONDS = 200.0
 
-pytestmark = [pytest.mark.timeout(3 * SECONDS + 30)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * SECONDS + 30)]
 
 
 def run_as_horovod(np: int, launcher: Launcher, script: str, *args: str) -> ScriptResult:
