@@ -142,3 +142,23 @@ hvd.shutdown()
 def test_is_homogeneous_needs_init() -> None:
     with pytest.raises(ValueError, match="not initialized"):
         basics.is_homogeneous()
+
+
+# ---- the second optimizer class ----
+
+
+def is_adasum(op: int) -> bool:
+    from hvdtorch.compat.adasum import _DistributedAdasumOptimizer
+
+    parameter = torch.nn.Parameter(torch.ones(2))
+    plain = torch.optim.SGD([parameter], lr=0.1)
+    assert not isinstance(plain, _DistributedAdasumOptimizer)
+    wrapped = hvd.DistributedOptimizer(plain, op=op)
+    assert isinstance(wrapped, torch.optim.SGD)
+    return isinstance(wrapped, _DistributedAdasumOptimizer)
+
+
+@pytest.mark.np(2)
+@pytest.mark.parametrize(("op", "answer"), [(hvd.Average, False), (hvd.Adasum, True)])
+def test_the_class_of_an_optimizer_tells_adasum(cluster: Cluster, op: int, answer: bool) -> None:
+    assert cluster.run(is_adasum, op) == [answer] * 2
