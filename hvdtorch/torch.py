@@ -71,6 +71,7 @@ from hvdtorch.exceptions import HorovodInternalError  # noqa: E402
 from hvdtorch.objects import allgather_object, broadcast_object  # noqa: E402
 from hvdtorch.optimizer import DistributedOptimizer  # noqa: E402
 from hvdtorch.process_sets import ProcessSet, global_process_set  # noqa: E402
+from hvdtorch.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from hvdtorch.version import __version__  # noqa: E402
 
 __all__ = [
@@ -85,6 +86,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "__version__",
     "allgather",
     "allgather_async",
