@@ -122,12 +122,19 @@ def remarks(environ: Mapping[str, str]) -> list[tuple[int, str]]:
         elif name.startswith(BUILD_PREFIXES):
             found.append((logging.INFO, f"{name} has no effect: {BUILD_WHY}"))
         elif name.startswith(PREFIX):
-            close = difflib.get_close_matches(name, [*sorted(meant), *table], n=1, cutoff=0.9)
-            if close:
-                found.append((logging.WARNING, f"ignoring {name}: did you mean {close[0]}?"))
+            guess = _guess(name, [*(row.variable for row in SETTINGS), *table, *sorted(meant)])
+            if guess:
+                found.append((logging.WARNING, f"ignoring {name}: did you mean {guess}?"))
             else:
                 found.append((logging.INFO, f"{name} has no effect: hvdtorch does not know it"))
     return found
+
+
+def _guess(name: str, known: list[str]) -> str:
+    """Of the `known` names the one that `name` resembles, apart from its prefix; "" if none."""
+    parts = {other.partition("_")[2]: other for other in known}
+    close = difflib.get_close_matches(name.partition("_")[2], parts, n=1, cutoff=0.85)
+    return parts[close[0]] if close else ""
 
 
 def report(environ: Mapping[str, str]) -> None:

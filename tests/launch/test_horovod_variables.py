@@ -59,6 +59,7 @@ def test_each_is_accepted_and_explained(variable) -> None:
             "1",
             [(WARNING, "HOROVOD_FUSION_TRESHOLD: did you mean HOROVOD_FUSION_THRESHOLD?")],
         ),
+        ("HOROVOD_JOIN_DIVISOR", "active", [(WARNING, "did you mean HVDTORCH_JOIN_DIVISOR?")]),
         ("HOROVOD_TIMELIN", "t", [(WARNING, "did you mean HOROVOD_TIMELINE?")]),
         ("HOROVOD_MY_OWN_SWITCH", "1", [(INFO, "hvdtorch does not know it")]),
         ("HOROVOD_RANK", "0", []),
