@@ -287,6 +287,11 @@ def _allgather_gradient(ctx: Any, gradients: Sequence[Tensor]) -> list[Tensor]:
     everyones = operation.derived(label="allgather").submit([mine])
     averages = operation.average(gradients)
     table = synchronize(everyones)
+    if table[:, 1:].sum(0).tolist() != [gradient.shape[0] for gradient in gradients]:
+        raise HorovodInternalError(
+            f"the gradient of an {operation.label} does not fit the rows that the ranks say they "
+            "gave: a rank that had rows in it has joined since; call backward() on it first"
+        )
     starts = table[table[:, 0] < rank, 1:].sum(0).tolist()
     return [
         average.narrow(0, start, count)
