@@ -254,7 +254,7 @@ def _local_statistics(input: Tensor, count: int) -> tuple[Tensor, Tensor]:
         running_var=unbiased,
         training=True,
         momentum=1.0,
-        eps=0.0,
+        eps=1.0,
         cudnn_enabled=False,
     )
     return mean, unbiased * (count - 1) if count > 1 else torch.zeros_like(mean)
