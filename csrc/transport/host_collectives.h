@@ -32,6 +32,9 @@ struct CollectiveSizes {
 
 class HostCollectives : public Transport {
  public:
+  // Tags that it uses on its link: 0 up to here, not included.
+  static constexpr int kTags = 1024;
+
   explicit HostCollectives(std::shared_ptr<PointToPoint> link, const CollectiveSizes& sizes = {});
   ~HostCollectives() override;
 
