@@ -1,4 +1,4 @@
-# One command each. `make demo`, `make test`, `make lint` and `make bench` first make their own
+# One command each. `make demo`, `make test`, `make lint`, `make docs` and `make bench` first make their own
 # environment in .venv (nothing outside this folder is touched); the second run finds it ready.
 #
 #   make test TORCH="torch==2.13.0"       another torch (then the tests that need torchvision are skipped)
@@ -12,20 +12,21 @@ PYTEST_ARGS ?=
 
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq  # errors only
-EXTRAS := build demo test lint
+EXTRAS := build demo test lint docs
 TORCH_STAMP := $(VENV)/.stamp-torch-$(shell printf '%s' '$(TORCH)' | tr -c 'A-Za-z0-9.' '_')
 NATIVE := setup.py pyproject.toml hvdtorch/version.py \
           $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu')
 CXX_FILES := $(shell find csrc tests -name '*.cc' -o -name '*.h' -o -name '*.cu')
 DEMO_OUT := out/digits
 
-.PHONY: help demo test lint format bench build clean distclean
+.PHONY: help demo test lint format docs bench build clean distclean
 
 help:
 	@echo "make demo    train a small network on 2 processes (first time: 3 to 8 minutes)"
 	@echo "make test    build and run all tests"
 	@echo "make lint    ruff, mypy, clang-format"
 	@echo "make format  let ruff and clang-format rewrite the files"
+	@echo "make docs    the documentation, into site/"
 	@echo "make bench   collectives beside torch.distributed"
 	@echo "make build   the environment and the native core only"
 	@echo "make clean   remove what was built; make distclean: .venv too"
@@ -89,11 +90,15 @@ format: $(VENV)/.stamp-tools
 	@$(BIN)/ruff format .
 	@$(BIN)/clang-format -i $(CXX_FILES)
 
+docs: $(VENV)/.stamp-tools
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
+	@echo "documentation: site/index.html"
+
 bench: build
 	@$(BIN)/python benchmarks/collectives.py --np 2
 
 clean:
-	rm -rf build dist out *.egg-info hvdtorch/_C.*.so .mypy_cache .ruff_cache .pytest_cache
+	rm -rf build dist out site *.egg-info hvdtorch/_C.*.so .mypy_cache .ruff_cache .pytest_cache
 	rm -f $(VENV)/.stamp-build
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 

@@ -27,6 +27,7 @@ from hvdtorch.rendezvous import SHARED_SETTINGS, meet
 from hvdtorch.version import __version__
 
 _placement: Placement | None = None
+_homogeneous = True
 _link: object = None
 _round = 0  # init() calls of this process that met other ranks
 _last_words = ""  # the exception that ends this script, told to the other ranks
@@ -52,7 +53,7 @@ def init(
         TimeoutError, ConnectionError, RuntimeError: the ranks did not meet within the start
             timeout (HVDTORCH_START_TIMEOUT, 30 s); the text names the ranks that are missing.
     """
-    global _placement, _link, _round, _echo_fd
+    global _placement, _homogeneous, _link, _round, _echo_fd
     if process_sets:
         raise NotImplementedError("init(process_sets=...) is not available in this version")
     launch = find_launch(os.environ)
@@ -78,15 +79,15 @@ def init(
     log.configure(config.log_level, config.log_hide_time)
     _echo_fd = config.echo_fd
     if launch.size == 1:
-        placement, hosts, fds = Placement(0, 1, 0, 1, 0, 1), [""], [-1]
+        placement, homogeneous, hosts, fds = Placement(0, 1, 0, 1, 0, 1), True, [""], [-1]
         settings: dict[str, Any] = {name: getattr(config, name) for name in SHARED_SETTINGS}
     else:
         store = open_store(launch, config.start_timeout)
         version = f"hvdtorch {__version__}, torch {torch.__version__}"
         meeting = meet(store, launch, config, version, _round)
         _round += 1
-        placement, hosts, fds = meeting.placement, meeting.hosts, meeting.fds
-        settings, _link = meeting.settings, meeting.link
+        placement, homogeneous = meeting.placement, meeting.homogeneous
+        hosts, fds, settings, _link = meeting.hosts, meeting.fds, meeting.settings, meeting.link
     _C.start(
         rank=placement.rank,
         size=placement.size,
@@ -106,7 +107,7 @@ def init(
         _C.stop("a failure of its hvd.init()")
         _link = None
         raise
-    _placement = placement
+    _placement, _homogeneous = placement, homogeneous
     global_process_set._bind(placement.rank, placement.size)
     _install_exit_hooks()
 
@@ -240,6 +241,12 @@ def cross_rank() -> int:
 def cross_size() -> int:
     """Number of hosts that have this local rank. ValueError before init()."""
     return _here().cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether every host has as many processes as this one. ValueError before init()."""
+    _here()
+    return _homogeneous
 
 
 # ---- what was built, what is used ----

@@ -77,6 +77,7 @@ def find_launch(environ: Mapping[str, str]) -> Launch:
             ("OMPI_COMM_WORLD_SIZE", "mpirun"),
             ("PMI_SIZE", "mpiexec"),
             ("SLURM_STEP_NUM_TASKS", "srun"),
+            ("HOROVOD_SIZE", "Horovod's horovodrun"),
         ):
             if environ.get(variable, "1") not in ("", "1"):
                 raise ValueError(

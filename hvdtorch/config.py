@@ -4,7 +4,8 @@ A field states everything there is to know about its setting: the environment va
 (`HVDTORCH_X`), the Horovod variables that mean the same (the first that is set wins, `HVDTORCH_X`
 before all), the flags of hvdrun, how text becomes a value, what is legal, the default, the unit and
 one sentence of help. The environment, `hvdrun --help` and the documentation are all derived from
-`SETTINGS`. To add a setting, add a field.
+`SETTINGS`. To add a setting, add a field. Horovod's variables that are no setting here are in
+horovod_variables.py.
 """
 
 from __future__ import annotations
@@ -174,6 +175,11 @@ def setting(
     )
 
 
+_EARLY_SHUTDOWN = (
+    "ignoring HVDTORCH_STALL_SHUTDOWN_TIME_SECONDS: {0.stall_shutdown_time_seconds:g} s are less "
+    "than the {0.stall_check_time_seconds:g} s of HVDTORCH_STALL_CHECK_TIME_SECONDS, after which a "
+    "stall is first looked for"
+)
 _NO_MPI = "hvdtorch works without MPI: unset it or set it to gloo"
 
 
@@ -242,6 +248,46 @@ class Config:
         unit="s",
         flags=("--start-timeout", "--gloo-timeout-seconds"),
         help="How long init() waits for the other ranks.",
+    )
+    disable_group_fusion: bool = setting(
+        "DISABLE_GROUP_FUSION",
+        "HOROVOD_DISABLE_GROUP_FUSION",
+        kind=BOOLEAN,
+        default=False,
+        help="Pack the tensors of a grouped call only with each other, and never with others.",
+    )
+    join_divisor: str = setting(
+        "JOIN_DIVISOR",
+        kind=_choice("size", "active"),
+        default="size",
+        help="What Average divides by while ranks have joined: size, all ranks of the process set; "
+        "active, those that still take part.",
+    )
+    stall_check_disable: bool = setting(
+        "STALL_CHECK_DISABLE",
+        "HOROVOD_STALL_CHECK_DISABLE",
+        kind=BOOLEAN,
+        default=False,
+        switches={"--stall-check": "0", "--no-stall-check": "1"},
+        help="Do not report operations that some ranks wait for and others have not submitted.",
+    )
+    stall_check_time_seconds: float = setting(
+        "STALL_CHECK_TIME_SECONDS",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS",
+        kind=DURATION,
+        default=60.0,
+        unit="s",
+        flags=("--stall-check-warning-time-seconds",),
+        help="How long an operation waits for a rank before that is reported.",
+    )
+    stall_shutdown_time_seconds: float = setting(
+        "STALL_SHUTDOWN_TIME_SECONDS",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+        kind=DURATION,
+        default=0.0,
+        unit="s",
+        flags=("--stall-check-shutdown-time-seconds",),
+        help="How long an operation waits for a rank before the job ends; 0 = for ever.",
     )
     operation_timeout: float = setting(
         "OPERATION_TIMEOUT",
@@ -353,7 +399,11 @@ class Config:
                             raise
                         warnings.warn(f"{error}; using {row.default}", stacklevel=2)
                     break
-        return cls(**values)
+        config = cls(**values)
+        if 0 < config.stall_shutdown_time_seconds < config.stall_check_time_seconds:
+            warnings.warn(_EARLY_SHUTDOWN.format(config), stacklevel=2)
+            config = dataclasses.replace(config, stall_shutdown_time_seconds=0.0)
+        return config
 
 
 SETTINGS: tuple[Setting, ...] = tuple(

@@ -10,6 +10,11 @@ import importlib.util
 import re
 from pathlib import Path
 
+
+class HorovodVersionMismatchError(ImportError):
+    """hvdtorch was built for another version of torch than the one that is running."""
+
+
 REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
 _STAMP = re.compile(rb"hvdtorch-built-for-torch=([^\x00]+)\x00")
 
@@ -46,7 +51,7 @@ def problem(torch_version: str) -> str | None:
 
 
 def check(torch_version: str) -> None:
-    """Raise ImportError with that sentence, if there is one."""
+    """Raise ImportError with that sentence, if there is one; of a wrong version, its subclass."""
     text = problem(torch_version)
     if text is not None:
-        raise ImportError(text)
+        raise (ImportError if built_for() is None else HorovodVersionMismatchError)(text)

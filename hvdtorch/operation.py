@@ -23,6 +23,8 @@ from .process_sets import ProcessSet
 ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER, BARRIER = range(6)
 AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT = range(6)
 
+_CPU = torch.device("cpu")
+
 
 # ----------------------------------------------------------------------------------------------
 # What a rank can check alone
@@ -160,9 +162,9 @@ def poll(handle: Handle) -> bool:
 def synchronize(handle: Handle) -> Any:
     """Wait for an asynchronous operation and return its result; the handle is then used up.
 
-    The result is a tensor, for a group a tuple of tensors in input order. None for a handle that
-    was already synchronized, and for anything that is no handle. Raises HorovodInternalError if the
-    operation failed.
+    The result is a tensor, for a group a tuple of tensors in input order, for an alltoall the pair
+    of rows and received splits. None for a handle that was already synchronized, and for anything
+    that is no handle. Raises HorovodInternalError if the operation failed.
     """
     return handle._synchronize() if isinstance(handle, Handle) else None
 
@@ -184,6 +186,8 @@ class Operation:
     prescale: float = 1.0
     postscale: float = 1.0
     root: int = 0  # rank within the process set
+    splits: list[int] | None = None  # alltoall: rows to each rank of the set
+    splits_device: torch.device = _CPU  # where the received ones are put
 
     @property
     def grouped(self) -> bool:
@@ -211,7 +215,7 @@ class Operation:
             self.prescale,
             self.postscale,
             self.root,
-            None,
+            self.splits,
             self.process_set.process_set_id or 0,
         )
         return Handle(self, native, given)
@@ -227,11 +231,14 @@ class Operation:
     def run_detached(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """`run`, unseen by autograd."""
         results = synchronize(self.submit(tensors))
-        return list(results) if self.grouped else [results]
+        return list(results) if isinstance(results, tuple) else [results]
 
     def result(self, native: _C.Handle, tensors: list[Tensor]) -> Any:
         """What `synchronize` returns for the completed operation on `tensors`."""
         outputs = tensors if self.in_place else native.outputs()
+        if self.kind == ALLTOALL:
+            received = native.received_splits()
+            return outputs[0], torch.tensor(received, dtype=torch.int32, device=self.splits_device)
         if self.grouped:
             return tuple(outputs)
         return outputs[0] if outputs else None
@@ -254,6 +261,9 @@ class _Collective(torch.autograd.Function):
         outputs = operation.run_detached(tensors)
         ctx.operation = operation
         ctx.rows = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors]
+        if operation.kind == ALLTOALL:
+            ctx.received = outputs[1].tolist()
+            ctx.mark_non_differentiable(outputs[1])
         return tuple(outputs)
 
     @staticmethod
@@ -272,11 +282,12 @@ def _allreduce_gradient(ctx: Any, gradients: Sequence[Tensor]) -> list[Tensor]:
 def _allgather_gradient(ctx: Any, gradients: Sequence[Tensor]) -> list[Tensor]:
     """The rows this rank contributed, of the average of the gradients over the ranks."""
     operation: Operation = ctx.operation
-    rows = torch.tensor([ctx.rows])  # [1, members]
-    everyones_rows = operation.derived(label="allgather").submit([rows])
-    averages = operation.average(gradients)
     rank = operation.process_set.rank() or 0
-    starts = synchronize(everyones_rows)[:rank].sum(0).tolist()
+    mine = torch.tensor([[rank, *ctx.rows]])  # with the rank: those that have joined are absent
+    everyones = operation.derived(label="allgather").submit([mine])
+    averages = operation.average(gradients)
+    table = synchronize(everyones)
+    starts = table[table[:, 0] < rank, 1:].sum(0).tolist()
     return [
         average.narrow(0, start, count)
         for average, start, count in zip(averages, starts, ctx.rows, strict=True)
@@ -292,8 +303,64 @@ def _broadcast_gradient(ctx: Any, gradients: Sequence[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(gradient) for gradient in gradients]
 
 
+def _alltoall_gradient(ctx: Any, gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The gradient's rows, back where they came from; zeros for rows that went nowhere."""
+    operation: Operation = ctx.operation
+    sent = operation.splits or []
+    back = operation.derived(splits=ctx.received, splits_device=_CPU)
+    gradient, returned = back.run([gradients[0]])
+    # A rank that has joined since returns nothing.
+    pieces = [
+        piece if piece.shape[0] == count else _no_rows(gradient, count)
+        for piece, count in zip(gradient.split(returned.tolist()), sent, strict=True)
+    ]
+    return [torch.cat([*pieces, _no_rows(gradient, ctx.rows[0] - sum(sent))])]
+
+
+def _reducescatter_gradient(ctx: Any, gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of all shares, times the factors, and times the number of ranks if Sum."""
+    operation: Operation = ctx.operation
+    factor = operation.prescale * operation.postscale
+    ranks = operation.process_set.size() or 1
+    if operation.reduce_op == SUM:
+        factor *= ranks
+    if factor != 1:
+        gradients = [gradient * factor for gradient in gradients]
+    label = "grouped_allgather" if operation.grouped else "allgather"
+    gather = operation.derived(kind=ALLGATHER, label=label)
+    gathered = gather.run(gradients)
+    if all(g.shape[0] == rows for g, rows in zip(gathered, ctx.rows, strict=True)):
+        return gathered
+    # Some ranks have joined since: no gradient came for their shares. Everybody sees that alike.
+    mine = torch.tensor([operation.process_set.rank()])
+    present = gather.derived(label="allgather").run_detached([mine])[0].tolist()
+    return [
+        _with_absent_shares(g, rows, ranks, present)
+        for g, rows in zip(gathered, ctx.rows, strict=True)
+    ]
+
+
+def _with_absent_shares(gathered: Tensor, rows: int, ranks: int, present: list[int]) -> Tensor:
+    """Shares of the ranks in `present`, zeros in place of the others'."""
+    shares = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+    pieces = iter(gathered.split([shares[rank] for rank in present]))
+    return torch.cat(
+        [
+            next(pieces) if rank in present else _no_rows(gathered, share)
+            for rank, share in enumerate(shares)
+        ]
+    )
+
+
+def _no_rows(like: Tensor, rows: int) -> Tensor:
+    """`rows` rows of zeros."""
+    return like.new_zeros(rows, *like.shape[1:])
+
+
 _GRADIENTS: dict[int, Callable[[Any, Sequence[Tensor]], list[Tensor]]] = {
     ALLREDUCE: _allreduce_gradient,
     ALLGATHER: _allgather_gradient,
     BROADCAST: _broadcast_gradient,
+    ALLTOALL: _alltoall_gradient,
+    REDUCESCATTER: _reducescatter_gradient,
 }

@@ -41,6 +41,7 @@ class Meeting:
     """What a rank needs to start its runtime."""
 
     placement: Placement
+    homogeneous: bool  # every host has as many ranks
     hosts: list[str]
     fds: list[int]
     link: object  # torch.distributed.ProcessGroupGloo
@@ -195,4 +196,5 @@ def meet(base: dist.Store, launch: Launch, config: Config, version: str, round_:
     limit = timedelta(seconds=config.operation_timeout or 365 * 86400)
     link = _gloo(dist.PrefixStore("gloo", store), placement, welcome.one_host, address, limit)
     logger.info("%s on host %s", placement, own.hostname)
-    return Meeting(placement, welcome.hosts, fds, link, welcome.settings)
+    homogeneous = len({p["local_size"] for p in welcome.placements}) == 1
+    return Meeting(placement, homogeneous, welcome.hosts, fds, link, welcome.settings)

@@ -19,44 +19,12 @@ from typing import Any
 from hvdtorch.buildinfo import build_text, check_build
 from hvdtorch.config import SETTINGS, Setting
 from hvdtorch.launch import hosts, processes
+from hvdtorch.launch.config_file import ConfigFile, read_config_file
 from hvdtorch.launch.environ import JobSpec, rank_environment
+from hvdtorch.launch.horovodrun_flags import REFUSED, UNUSED
 from hvdtorch.launch.job import SETTLE_TIME, Job, Options
 from hvdtorch.launch.output import Console, Sink, open_rank_files
 from hvdtorch.version import __version__
-
-# Flags of horovodrun that hvdrun knows, and cannot honour yet.
-_NOT_AVAILABLE = {
-    "running on several hosts": ("-p", "--ssh-port", "-i", "--ssh-identity-file"),
-    "an elastic job": (
-        *("--min-np", "--min-num-proc", "--max-np", "--max-num-proc", "--slots-per-host"),
-        *("--elastic-timeout", "--reset-limit", "--blacklist-cooldown-range"),
-        "--host-discovery-script",
-    ),
-    "autotuning": (
-        *("--autotune", "--no-autotune", "--autotune-log-file", "--autotune-warmup-samples"),
-        *("--autotune-steps-per-sample", "--autotune-bayes-opt-max-samples"),
-        "--autotune-gaussian-process-noise",
-    ),
-    "the timeline": (
-        *("--timeline-filename", "--timeline-mark-cycles", "--no-timeline-mark-cycles"),
-    ),
-    "the stall check": (
-        *("--stall-check", "--no-stall-check", "--stall-check-warning-time-seconds"),
-        "--stall-check-shutdown-time-seconds",
-    ),
-    "choosing an algorithm": (
-        *("--hierarchical-allreduce", "--no-hierarchical-allreduce"),
-        *("--hierarchical-allgather", "--no-hierarchical-allgather"),
-        *("--torus-allreduce", "--no-torus-allreduce"),
-    ),
-    "NCCL": ("--num-nccl-streams", "--tcp"),
-    "a configuration file": ("--config-file",),
-}
-_NO_MPI = (
-    *("--mpi", "--jsrun", "--mpi-args", "--mpi-threads-disable", "--no-mpi-threads-disable"),
-    "--binding-args",
-)
-
 
 _MOST_RANKS = 1 << 16  # far beyond what a host can run, but a slip of the finger ends in an error
 
@@ -66,6 +34,15 @@ class _Refuse(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         parser.error(f"{option_string}: {self.const}")
+
+
+class _Unused(argparse.Action):
+    """A flag that has no effect; `const`, unless empty, is the reason to tell the user."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        if self.const:
+            warning = f"{option_string} has no effect: {self.const}"
+            namespace.warnings = [*namespace.warnings, warning]
 
 
 class _Set(argparse.Action):
@@ -117,13 +94,23 @@ def make_parser() -> argparse.ArgumentParser:
         "defaults, are variables that start with HVDTORCH_: see the documentation.",
         allow_abbrev=False,
     )
-    parser.set_defaults(settings={})
+    parser.set_defaults(settings={}, warnings=[])
     add = parser.add_argument
     add("-v", "--version", action="store_true", help="print the version and exit")
     add("-np", "--num-proc", type=_count, metavar="N", help="number of ranks")
     add("-cb", "--check-build", action="store_true", help="say what this build can do, and exit")
     add("--json", action="store_true", help="with --check-build: as JSON")
     add("--verbose", action="store_true", help="tell what is being done")
+    add(
+        "--config-file",
+        metavar="FILE",
+        help="settings in YAML, with the keys of horovodrun's; flags win over them",
+    )
+    add(
+        "--as-horovod",
+        action="store_true",
+        help="in the ranks `import horovod.torch` means hvdtorch: for scripts written for Horovod",
+    )
     where = parser.add_argument_group("where").add_mutually_exclusive_group()
     where.add_argument("-H", "--hosts", metavar="HOST:SLOTS", help="default: localhost:N")
     where.add_argument(
@@ -150,21 +137,24 @@ def make_parser() -> argparse.ArgumentParser:
         f"has failed, the others are asked after {SETTLE_TIME:g} s",
     )
     _add_settings(parser.add_argument_group("settings of the ranks"))
-    group = parser.add_argument_group("accepted for compatibility")
-    group.add_argument("--gloo", action="store_true", help="what hvdtorch does in any case")
-    group.add_argument(
-        "--disable-cache", action="store_true", help="hvdrun keeps no results of earlier checks"
+    group = parser.add_argument_group(
+        "accepted for compatibility",
+        "Flags of horovodrun that have no effect here, with a warning; the documentation lists "
+        "them.",
     )
-    for what, flags in _NOT_AVAILABLE.items():
-        for flag in flags:
-            _add_refused(parser, flag, f"{what} is not available in hvdrun yet")
-    for flag in _NO_MPI:
-        _add_refused(parser, flag, "hvdtorch works without MPI; leave this flag out")
+    for unused in UNUSED:
+        group.add_argument(
+            unused.flag,
+            action=_Unused,
+            nargs=None if unused.takes_value else 0,
+            const=unused.why,
+            dest="warnings",
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
+    for flag, sentence in REFUSED.items():
+        add(flag, action=_Refuse, nargs="?", const=sentence, help=argparse.SUPPRESS)
     return parser
-
-
-def _add_refused(parser: argparse.ArgumentParser, flag: str, sentence: str) -> None:
-    parser.add_argument(flag, action=_Refuse, nargs="?", const=sentence, help=argparse.SUPPRESS)
 
 
 def _add_settings(group: argparse._ArgumentGroup) -> None:
@@ -189,7 +179,7 @@ def _add_settings(group: argparse._ArgumentGroup) -> None:
                 nargs=0,
                 dest="settings",
                 default=argparse.SUPPRESS,
-                help=f"{row.variable}={value}",
+                help=f"{row.help if value == '1' else ''} Sets {row.variable}={value}.".strip(),
             )
 
 
@@ -252,9 +242,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("the command's first word is empty")
     try:
         hostname = _hostname(args)
+        file = read_config_file(args.config_file) if args.config_file else ConfigFile()
         files = _open_files(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         parser.error(str(error))
+    args.settings = {**file.settings, **args.settings}
+    for warning in file.warnings + args.warnings:
+        print(f"hvdrun: warning: {warning}", file=sys.stderr, flush=True)
     return _run(args, command, hostname, files)
 
 
@@ -285,6 +279,7 @@ def _run(
         port=listener.getsockname()[1],
         key=secrets.token_hex(32),
         settings=args.settings,
+        as_horovod=args.as_horovod,
     )
     environments = [rank_environment(os.environ, job, rank) for rank in range(job.size)]
     options = Options(

@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hvdtorch.compat import PATH
+
 
 @dataclass(frozen=True)
 class JobSpec:
@@ -20,6 +22,7 @@ class JobSpec:
     port: int  # of the rendezvous store on the loopback interface
     key: str  # shared secret
     settings: Mapping[str, str]  # variables set by flags
+    as_horovod: bool = False  # `import horovod` means hvdtorch
 
 
 def rank_environment(base: Mapping[str, str], job: JobSpec, rank: int) -> dict[str, str]:
@@ -31,6 +34,8 @@ def rank_environment(base: Mapping[str, str], job: JobSpec, rank: int) -> dict[s
     environ = {name: text for name, text in base.items() if not name.startswith("TORCHELASTIC_")}
     environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // job.size)))
     environ.update(job.settings)
+    if job.as_horovod:
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [PATH, environ.get("PYTHONPATH")]))
     place = {
         "RANK": rank,
         "WORLD_SIZE": job.size,

@@ -47,7 +47,9 @@ def test_contradictions_name_the_variable(change, words):
         find_launch(environ)
 
 
-@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
+@pytest.mark.parametrize(
+    "variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "HOROVOD_SIZE"]
+)
 def test_ranks_of_an_unknown_launcher_do_not_train_apart(variable):
     with pytest.raises(ValueError, match="start the script with hvdrun or torchrun"):
         find_launch({variable: "2"})

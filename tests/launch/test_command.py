@@ -110,7 +110,8 @@ def test_flags_become_variables_under_both_names(hvdrun: Hvdrun) -> None:
         *("--fusion-threshold-mb", "32", "--cycle-time-ms", "3.5", "--cache-capacity", "0"),
         *("--thread-affinity", "1", "--gloo-timeout-seconds", "40", "--log-level", "ERROR"),
         *("--network-interface", "lo", "--network-interface", "eth0", "--log-hide-timestamp"),
-        *("--gloo", "--disable-cache"),
+        *("--gloo", "--disable-cache", "--no-stall-check"),
+        *("--stall-check-warning-time-seconds", "5", "--stall-check-shutdown-time-seconds", "9.5"),
     )
     (environ,) = shown_environment(hvdrun, 1, *flags, HVDTORCH_CYCLE_TIME="9")
     expected = {
@@ -121,6 +122,9 @@ def test_flags_become_variables_under_both_names(hvdrun: Hvdrun) -> None:
         "START_TIMEOUT": "40",
         "LOG_LEVEL": "ERROR",
         "LOG_HIDE_TIME": "1",
+        "STALL_CHECK_DISABLE": "1",
+        "STALL_CHECK_TIME_SECONDS": "5",
+        "STALL_SHUTDOWN_TIME_SECONDS": "9.5",
     }
     for name, value in expected.items():
         assert environ[f"HVDTORCH_{name}"] == environ[f"HOROVOD_{name}"] == value
@@ -139,6 +143,40 @@ def test_a_flag_that_is_not_given_sets_nothing(hvdrun: Hvdrun) -> None:
     for name in ("HOSTNAME", "CONTROLLER", "CPU_OPERATIONS"):
         del given[f"HOROVOD_{name}"]
     assert sorted(given) == ["HVDTORCH_ECHO_FD", "HVDTORCH_JOB_KEY", "HVDTORCH_TEST_TAG"]
+
+
+def test_flags_without_effect_are_accepted_with_a_warning(hvdrun: Hvdrun) -> None:
+    """A value that looks like the command, or like a flag, is still theirs."""
+    flags = (
+        *("--mpi", "--mpi-args", "-x A=1", "--binding-args=-bind-to none", "--no-autotune"),
+        *("--timeline-filename", "python", "--gloo", "--disable-cache", "--tcp"),
+    )
+    result = hvdrun.python(1, SHOW_ARGUMENTS, "--mpi", flags=flags)
+    assert (result.returncode, result.stdout) == (0, '[0]<stdout>:["--mpi"]\n')
+    assert lines_of(result.stderr) == sorted(
+        f"hvdrun: warning: {flag} has no effect: {why}"
+        for flag, why in (
+            ("--mpi", "hvdtorch works without MPI"),
+            ("--mpi-args", "hvdtorch works without MPI"),
+            ("--binding-args", "hvdtorch works without MPI; --thread-affinity chooses cores"),
+            ("--timeline-filename", "no timeline is written, hvdtorch has none yet"),
+            ("--tcp", "NCCL is not available yet"),
+        )
+    )
+
+
+def test_a_configuration_file_sets_variables_and_flags_win(hvdrun: Hvdrun, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(
+        "params: {fusion_threshold_mb: 16, cycle_time_ms: 2.5}\nstall_check: {enabled: false}\n"
+    )
+    flags = ("--config-file", str(file), "--cycle-time-ms", "7")
+    (environ,) = shown_environment(hvdrun, 1, *flags, HVDTORCH_FUSION_THRESHOLD="1")
+    for prefix in ("HVDTORCH", "HOROVOD"):
+        assert environ[f"{prefix}_FUSION_THRESHOLD"] == str(16 << 20)
+        assert environ[f"{prefix}_CYCLE_TIME"] == "7"
+        assert environ[f"{prefix}_STALL_CHECK_DISABLE"] == "1"
+    assert not any(name.endswith("CACHE_CAPACITY") for name in environ)
 
 
 def test_more_slots_than_ranks_start_the_ranks_asked_for(hvdrun: Hvdrun, tmp_path: Path) -> None:
@@ -171,13 +209,12 @@ def test_more_slots_than_ranks_start_the_ranks_asked_for(hvdrun: Hvdrun, tmp_pat
         ("-np 1 --output-filename /dev/null true", "Not a directory"),
         ("-np 1 --verb true", "unrecognized arguments: --verb"),
         ("-np 1 --json true", "--json goes with --check-build"),
-        ("-np 1 --mpi true", "--mpi: hvdtorch works without MPI"),
+        ("-np 1 --jsrun true", "--jsrun: hvdrun starts the ranks itself, on this host"),
         ("-np 1 --min-np 1 true", "--min-np: an elastic job is not available in hvdrun yet"),
         ("-np 1 -p 22 true", "-p: running on several hosts is not available in hvdrun yet"),
-        ("-np 1 --timeline-filename=t true", "the timeline is not available in hvdrun yet"),
-        ("-np 1 --autotune true", "autotuning is not available in hvdrun yet"),
-        ("-np 1 --no-stall-check true", "the stall check is not available in hvdrun yet"),
-        ("-np 1 --config-file f true", "a configuration file is not available in hvdrun yet"),
+        ("-np 1 --stall-check-warning-time-seconds x true", "'x' must be a number >= 0"),
+        ("-np 1 --config-file /nonexistent true", "cannot read the configuration file /nonex"),
+        ("-np 1 --timeline-filename", "--timeline-filename: expected one argument"),
     ],
 )
 def test_what_makes_no_sense_is_refused(

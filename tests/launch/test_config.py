@@ -20,6 +20,11 @@ def test_defaults() -> None:
     assert config.operation_timeout == 0.0
     assert config.log_level == "warning"
     assert config.log_hide_time is False
+    assert config.disable_group_fusion is False
+    assert config.join_divisor == "size"
+    assert config.stall_check_disable is False
+    assert config.stall_check_time_seconds == 60.0
+    assert config.stall_shutdown_time_seconds == 0.0
 
 
 @pytest.mark.parametrize(
@@ -44,6 +49,11 @@ def test_defaults() -> None:
         ("HVDTORCH_HOST_ID", "a", "host_id", "a"),
         ("HOROVOD_HOSTNAME", "node_1", "hostname", "node_1"),
         ("HVDTORCH_JOB_KEY", "ab" * 32, "job_key", "ab" * 32),
+        ("HOROVOD_DISABLE_GROUP_FUSION", "1", "disable_group_fusion", True),
+        ("HVDTORCH_JOIN_DIVISOR", "Active", "join_divisor", "active"),
+        ("HOROVOD_STALL_CHECK_DISABLE", "1", "stall_check_disable", True),
+        ("HOROVOD_STALL_CHECK_TIME_SECONDS", "2.5", "stall_check_time_seconds", 2.5),
+        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "61", "stall_shutdown_time_seconds", 61.0),
     ],
 )
 def test_a_variable_sets_its_attribute_only(
@@ -83,6 +93,8 @@ def test_an_empty_variable_is_not_set() -> None:
         ("HOROVOD_CONTROLLER", "nccl", "must be gloo"),
         ("HOROVOD_CPU_OPERATIONS", "CCL", "no oneCCL"),
         ("HOROVOD_CPU_OPERATIONS", "mpi", "without MPI"),
+        ("HVDTORCH_JOIN_DIVISOR", "all", "must be size or active"),
+        ("HOROVOD_STALL_CHECK_TIME_SECONDS", "soon", "a number >= 0"),
     ],
 )
 def test_a_bad_value_is_named(variable: str, text: str, says: str) -> None:
@@ -95,6 +107,16 @@ def test_a_bad_value_is_named(variable: str, text: str, says: str) -> None:
 def test_an_unknown_log_level_is_the_default_with_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"HOROVOD_LOG_LEVEL: 'loud' must be trace or debug"):
         assert Config.from_env({"HOROVOD_LOG_LEVEL": "loud"}).log_level == "warning"
+
+
+def test_a_stall_cannot_end_a_job_before_it_is_looked_for() -> None:
+    environ = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "30"}
+    with pytest.warns(UserWarning, match=r"ignoring .*: 30 s are less than the 60 s of"):
+        assert Config.from_env(environ) == Config()
+    environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = "30"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Config.from_env(environ).stall_shutdown_time_seconds == 30.0
 
 
 def test_the_key_is_never_shown() -> None:

@@ -1,0 +1,1 @@
+"""`horovod.common`: exceptions, process sets and helpers."""

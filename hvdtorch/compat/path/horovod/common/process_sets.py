@@ -1,0 +1,5 @@
+"""`horovod.common.process_sets`."""
+
+from hvdtorch.torch import ProcessSet, global_process_set
+
+__all__ = ["ProcessSet", "global_process_set"]

@@ -1,0 +1,13 @@
+"""`horovod.runner`: calling a function on every rank."""
+
+from typing import NoReturn
+
+from hvdtorch.launch.function import run
+
+from hvdtorch.compat import missing
+
+__all__ = ["run"]
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise AttributeError(missing(__name__, name))
