@@ -256,7 +256,7 @@ template <Isa isa, typename Format, typename Op, bool kAverage>
     Stored* const dst = static_cast<Stored*>(dst_bytes) + begin;
 
     // Source r of this block as Values: in place where it can be, else in `block`.
-    const auto values_of = [&](int r, Value* block) __attribute__((always_inline))->const Value* {
+    const auto values_of = [&](int r, Value* block) __attribute__((always_inline)) -> const Value* {
       const Stored* const src = static_cast<const Stored*>(srcs[r]) + begin;
       const Value* values = block;
       if constexpr (kDirect) {
@@ -272,7 +272,7 @@ template <Isa isa, typename Format, typename Op, bool kAverage>
     };
     // Where a step puts its result. dst may be one of the sources, so it takes a result only when
     // all of them have been read: that of the last combination, or of a later step.
-    const auto target = [&](bool all_read) __attribute__((always_inline))->Value* {
+    const auto target = [&](bool all_read) __attribute__((always_inline)) -> Value* {
       if constexpr (kDirect) {
         if (all_read) return dst;
       }

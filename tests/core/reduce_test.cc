@@ -90,9 +90,8 @@ void for_every_dtype(double prescale, double postscale, const std::vector<int64_
   }
 }
 
-const Case plain("every dtype and op, any sources, aliased or not", [] {
-  for_every_dtype(1.0, 1.0, {0, 1, 7, 100});
-});
+const Case plain("every dtype and op, any sources, aliased or not",
+                 [] { for_every_dtype(1.0, 1.0, {0, 1, 7, 100}); });
 
 const Case scaled("every dtype and op with scale factors", [] {
   for_every_dtype(0.37, 1.0, {33});
