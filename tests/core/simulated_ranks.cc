@@ -124,6 +124,7 @@ class SimulatedRanks::StuckTransport final : public Transport {
   int size() const noexcept override { return size_; }
 
   void allreduce(const Reduction&, void*, int64_t) override { stick(); }
+  void adasum(const Reduction&, void*, const std::vector<Span>&) override { stick(); }
   void allgather(const void*, void*, const std::vector<int64_t>&) override { stick(); }
   void broadcast(void*, int64_t, int) override { stick(); }
   void alltoall(const void*, const std::vector<int64_t>&, void*,
