@@ -70,7 +70,13 @@ from hvdtorch.compression import Compression  # noqa: E402
 from hvdtorch.exceptions import HorovodInternalError  # noqa: E402
 from hvdtorch.objects import allgather_object, broadcast_object  # noqa: E402
 from hvdtorch.optimizer import DistributedOptimizer  # noqa: E402
-from hvdtorch.process_sets import ProcessSet, global_process_set  # noqa: E402
+from hvdtorch.presence import expected_stall, join  # noqa: E402
+from hvdtorch.process_sets import (  # noqa: E402
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 from hvdtorch.version import __version__  # noqa: E402
 
 __all__ = [
@@ -86,6 +92,7 @@ __all__ = [
     "Product",
     "Sum",
     "__version__",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -108,6 +115,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "expected_stall",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -121,6 +129,7 @@ __all__ = [
     "grouped_reducescatter_async",
     "init",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "mpi_built",
@@ -131,6 +140,7 @@ __all__ = [
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",

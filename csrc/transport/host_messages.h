@@ -15,8 +15,8 @@ namespace hvdtorch {
 
 // A tag is 2 * (number of the collective, modulo kCalls) + phase. A rank can be one collective
 // ahead of another, never more than a few, so that a number is long out of use when it comes again.
-inline constexpr int kCalls = 512;
 inline constexpr int kPhases = 2;
+inline constexpr int kCalls = HostCollectives::kTags / kPhases;
 inline constexpr int kFirstPhase = 0;   // contributions, scattered slices, all of one phase
 inline constexpr int kSecondPhase = 1;  // results, slices passed on
 
