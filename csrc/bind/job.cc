@@ -89,8 +89,7 @@ OpDesc Job::describe(const Request& request, const at::Tensor* tensor) const {
   return desc;
 }
 
-void Job::check(const OpDesc& desc, const Request& request,
-                const std::vector<int>& members) const {
+void Job::check(const OpDesc& desc, const Request& request, const std::vector<int>& members) const {
   const auto size = static_cast<int>(members.size());
   switch (desc.kind) {
     case OpKind::kAllreduce:

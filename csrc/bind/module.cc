@@ -154,8 +154,8 @@ void start(int rank, int size, std::vector<std::string> hosts, std::vector<int> 
   Job::instance().start(
       std::move(options), std::move(channel),
       [network](uint32_t process_set, const std::vector<int>& ranks) {
-        return std::make_shared<HostCollectives>(make_sub_link(
-            network, ranks, static_cast<int>(process_set), HostCollectives::kTags));
+        return std::make_shared<HostCollectives>(
+            make_sub_link(network, ranks, static_cast<int>(process_set), HostCollectives::kTags));
       });
 }
 

@@ -11,9 +11,8 @@ namespace hvdtorch {
 Coordinator::Coordinator(Options options)
     : options_(std::move(options)),
       negotiator_(options_.size),
-      stalls_(options_.size,
-              {options_.stall_warn_after, options_.stall_stop_after,
-               [this](int rank) { return describe(rank); }}),
+      stalls_(options_.size, {options_.stall_warn_after, options_.stall_stop_after,
+                              [this](int rank) { return describe(rank); }}),
       statement_slots_(static_cast<size_t>(options_.size), SlotReader(options_.cache_capacity)),
       presence_(static_cast<size_t>(options_.size), Presence::kHere),
       launches_(static_cast<size_t>(options_.size)) {}
@@ -140,7 +139,9 @@ void Coordinator::inspect_stalls(Clock::time_point now) {
   auto report = stalls_.inspect(negotiator_, now);
   if (!report.warning.empty()) {
     log_line(LogLevel::kWarning, "stall.cc",
-             report.warning + " (hvd.expected_stall() announces such a pause)");
+             "some ranks wait for operations that others have not submitted (hvd.expected_stall() "
+             "announces such a pause)" +
+                 report.warning);
   }
   if (!report.resolved.empty()) {
     log_line(LogLevel::kInfo, "stall.cc", "no longer stalled: " + report.resolved);
@@ -214,9 +215,8 @@ void Coordinator::distribute(const std::vector<Entry>& entries,
   const bool all_the_same = std::all_of(entries.begin(), entries.end(), for_all);
   for (auto begin = entries.begin(); begin != entries.end();) {
     const auto set = set_of(*begin).value_or(0);
-    const auto end = std::find_if(begin, entries.end(), [&](const Entry& entry) {
-      return set_of(entry).value_or(0) != set;
-    });
+    const auto end = std::find_if(
+        begin, entries.end(), [&](const Entry& entry) { return set_of(entry).value_or(0) != set; });
     const std::string frame = encode_all(begin, end);
     for (int rank : negotiator_.members(set)) {
       if (rank == 0 || departed(rank)) continue;

@@ -2,9 +2,9 @@
 // launches go in; the log's entries come out, to be sent to every rank and executed in order.
 //
 // It decides when a ready tensor is launched: at once while fewer than kPipeline launches of its
-// process set are unfinished, else it gathers company until one finishes, the cycle time has passed,
-// or the fusion threshold is full. Every process set has a queue and a pipeline of its own (a lane),
-// so that no set waits for another.
+// process set are unfinished, else it gathers company until one finishes, the cycle time has
+// passed, or the fusion threshold is full. Every process set has a queue and a pipeline of its own
+// (a lane), so that no set waits for another.
 #pragma once
 
 #include <chrono>

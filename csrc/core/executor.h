@@ -1,7 +1,7 @@
 // Executor: runs the launches of one process set in the order of the log, on a thread of its own:
-// pack, collective, unpack. The control thread stays free meanwhile, so a dead peer is noticed and a
-// running transfer can be aborted while this thread is blocked in one. Executors of different sets
-// never wait for each other.
+// pack, collective, unpack. The control thread stays free meanwhile, so a dead peer is noticed and
+// a running transfer can be aborted while this thread is blocked in one. Executors of different
+// sets never wait for each other.
 #pragma once
 
 #include <atomic>
@@ -111,7 +111,7 @@ class Executor {
   bool stopping_ = false;
   std::map<std::vector<int>, Party> parties_;  // by the absent ranks; added by the thread only
   std::optional<std::string> aborted_;         // why
-  Arena arena_;  // executor thread only
+  Arena arena_;                                // executor thread only
   std::atomic<int> finished_{0};
   std::atomic<int> thread_id_{0};
   std::thread thread_;

@@ -36,8 +36,8 @@ struct Ready {
   Desc desc;
   std::optional<std::string> payload;
 };
-// "Launches of this process set were finished here." Said by its lowest rank that took part, so that
-// the coordinator knows when the set's pipeline has room.
+// "Launches of this process set were finished here." Said by its lowest rank that took part, so
+// that the coordinator knows when the set's pipeline has room.
 struct Finished {
   uint32_t process_set = 0;
   uint32_t launches = 0;

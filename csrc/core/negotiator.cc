@@ -69,8 +69,7 @@ const std::vector<Field>& fields() {
       {"shape", "All ranks must pass tensors of one shape (allgather and alltoall: all but dim 0)",
        [](const Ready& r) {
          if (changes_sets(r.desc->kind)) return std::string();
-         return rows_may_differ(r.desc->kind) ? trailing_shape(*r.desc)
-                                              : shape_text(r.desc->shape);
+         return rows_may_differ(r.desc->kind) ? trailing_shape(*r.desc) : shape_text(r.desc->shape);
        }},
       {"reduce op", "All ranks must pass the same op",
        [](const Ready& r) {
@@ -90,17 +89,16 @@ const std::vector<Field>& fields() {
        }},
       {"group", "All ranks must submit the same groups",
        [](const Ready& r) {
-         return r.desc->group.empty()
-                    ? std::string("none")
-                    : r.desc->group + " of " + std::to_string(r.desc->group_size);
+         return r.desc->group.empty() ? std::string("none")
+                                      : r.desc->group + " of " + std::to_string(r.desc->group_size);
        }},
   };
   return all;
 }
 
 bool may_carry_payload(OpKind kind) {
-  return kind == OpKind::kAllreduce || kind == OpKind::kAllgather ||
-         kind == OpKind::kBroadcast || changes_sets(kind);
+  return kind == OpKind::kAllreduce || kind == OpKind::kAllgather || kind == OpKind::kBroadcast ||
+         changes_sets(kind);
 }
 
 // Rows and the like apart, what one rank says is what all must say.
@@ -215,14 +213,15 @@ void Negotiator::check(int rank, int index, const Set& set, const Ready& ready) 
   }
   if (desc.kind < OpKind::kJoin) return;
   if (desc.process_set != 0 || !desc.group.empty()) {
-    throw DecodeError(who + " wants to " + name_of(desc.kind) + " elsewhere than in the global set");
+    throw DecodeError(who + " wants to " + name_of(desc.kind) +
+                      " elsewhere than in the global set");
   }
   if (!changes_sets(desc.kind)) return;
   const auto values = integers_in(ready.payload.value_or(""));
   const auto size = static_cast<int64_t>(joined_.size());
   if (desc.kind == OpKind::kAddProcessSet) {
-    const bool ascending = std::adjacent_find(values.begin(), values.end(),
-                                              std::greater_equal<>()) == values.end();
+    const bool ascending =
+        std::adjacent_find(values.begin(), values.end(), std::greater_equal<>()) == values.end();
     if (values.empty() || !ascending || values.front() < 0 || values.back() >= size) {
       throw DecodeError(who + " wants to add a process set of impossible ranks");
     }
@@ -389,9 +388,7 @@ void Negotiator::complete(uint32_t id, Set& set, const std::string& name) {
     }
     if (desc->kind == OpKind::kAllgather) {
       for (const Ready& r : by_rank) {
-        agreement.numbers.push_back(!r.desc                  ? 0
-                                    : r.desc->shape.empty() ? 1
-                                                            : r.desc->shape[0]);
+        agreement.numbers.push_back(!r.desc ? 0 : r.desc->shape.empty() ? 1 : r.desc->shape[0]);
       }
     } else {
       agreement.numbers = consequence(agreement, text);

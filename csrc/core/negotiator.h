@@ -3,8 +3,8 @@
 // no environment, so that tests drive it with simulated ranks in one process.
 //
 // It also knows which process sets exist and which ranks have joined (said that they have no more
-// data), since both decide whom a tensor waits for. A joined rank is absent from all operations that
-// it has not submitted itself, in all its sets, until every rank has joined.
+// data), since both decide whom a tensor waits for. A joined rank is absent from all operations
+// that it has not submitted itself, in all its sets, until every rank has joined.
 #pragma once
 
 #include <chrono>

@@ -183,8 +183,8 @@ void Runtime::take_submissions() {
     Ready ready{op->desc, std::nullopt};
     const auto set = sets_.find(desc.process_set);
     if (set == sets_.end()) {  // removed since it was submitted
-      complete(op, desc.name + ": process set " + std::to_string(desc.process_set) +
-                       " was removed");
+      complete(op,
+               desc.name + ": process set " + std::to_string(desc.process_set) + " was removed");
       continue;
     }
     const bool changes_sets =
@@ -364,9 +364,8 @@ void Runtime::open_set(uint32_t id, std::vector<int> ranks) {
       return open_transport_(id, global);
     };
     set.executor = std::make_unique<Executor>(
-        std::move(hooks),
-        Executor::Options{static_cast<int>(set.ranks.size()),
-                          options_.planner.average_over_active, options_.core});
+        std::move(hooks), Executor::Options{static_cast<int>(set.ranks.size()),
+                                            options_.planner.average_over_active, options_.core});
   }
   std::lock_guard lock(mutex_);
   sets_.insert_or_assign(id, std::move(set));

@@ -1,6 +1,6 @@
-// Runtime: one rank's part of the job. Owns the control thread, the channel, an executor for each of
-// its process sets and, on rank 0, the coordinator. It routes what they say to each other and holds
-// no algorithm of its own.
+// Runtime: one rank's part of the job. Owns the control thread, the channel, an executor for each
+// of its process sets and, on rank 0, the coordinator. It routes what they say to each other and
+// holds no algorithm of its own.
 //
 // Threads: any thread submits; the control thread talks to the other ranks; the executors' threads
 // move data. `mutex_` guards what they share: process sets, operations in flight, the job's state.
@@ -64,8 +64,8 @@ struct RuntimeStats {
 
 // Makes a transport among `ranks` (global, ascending, this one included). Transports of different
 // process sets are used at the same time. Any thread.
-using TransportFactory = std::function<std::shared_ptr<Transport>(uint32_t process_set,
-                                                                  const std::vector<int>& ranks)>;
+using TransportFactory =
+    std::function<std::shared_ptr<Transport>(uint32_t process_set, const std::vector<int>& ranks)>;
 
 class Runtime {
  public:
@@ -139,7 +139,7 @@ class Runtime {
 
   mutable std::mutex mutex_;
   std::condition_variable cause_known_;
-  std::map<uint32_t, Set> sets_;  // changed by the control thread only
+  std::map<uint32_t, Set> sets_;                         // changed by the control thread only
   std::unordered_map<std::string, InFlight> in_flight_;  // by process set and full name
   std::vector<std::shared_ptr<Operation>> submitted_;    // not yet seen by the control thread
   std::optional<double> excuse_;                         // not yet seen by it

@@ -98,11 +98,12 @@ StallInspector::Report StallInspector::inspect(const Negotiator& negotiator,
     // The rank that has kept the others waiting longest, its excuses apart.
     auto since = Clock::time_point::max();
     for (int rank : waiting.missing) {
-      since = std::min(since,
-                       std::max(waiting.since, ranks_[static_cast<size_t>(rank)].excused_until));
+      since =
+          std::min(since, std::max(waiting.since, ranks_[static_cast<size_t>(rank)].excused_until));
     }
     if (since == Clock::time_point::max()) continue;  // nobody: the rest of its group is missing
-    if (now < since + options_.warn_after) {
+    // What is almost due is told along: tensors of one moment make one report.
+    if (now < since + options_.warn_after * 9 / 10) {
       consider(since + options_.warn_after);
     } else if (reported_.insert({waiting.id, waiting.ready.front().second->name}).second) {
       fresh.push_back(waiting);
@@ -117,12 +118,12 @@ StallInspector::Report StallInspector::inspect(const Negotiator& negotiator,
   if (!fresh.empty()) report.warning = describe(fresh, all, now);
   if (!fatal.empty()) {
     report.fatal = "the job was stopped: it stalled for " + seconds_text(options_.stop_after) +
-                   " (HVDTORCH_STALL_SHUTDOWN_TIME_SECONDS). " + describe(fatal, all, now);
+                   " (HVDTORCH_STALL_SHUTDOWN_TIME_SECONDS)" + describe(fatal, all, now);
   }
   return report;
 }
 
-// Tensors that the same ranks miss, together.
+// One line for the tensors that the same ranks are missing for, and one for each missing rank.
 std::string StallInspector::describe(const std::vector<Waiting>& stalled,
                                      const std::vector<Waiting>& all, Clock::time_point now) const {
   std::map<std::vector<int>, std::vector<const Waiting*>> by_missing;
@@ -131,45 +132,52 @@ std::string StallInspector::describe(const std::vector<Waiting>& stalled,
   std::set<int> missing_ranks;
   for (const auto& [missing, waitings] : by_missing) {
     std::vector<std::string> names;
-    for (const Waiting* waiting : waitings) names.push_back(with_site(*waiting->ready.front().second));
+    for (const Waiting* waiting : waitings) {
+      names.push_back(with_site(*waiting->ready.front().second));
+    }
     std::vector<int> ready;
     for (const auto& [rank, desc] : waitings.front()->ready) ready.push_back(rank);
-    text += (text.empty() ? "" : " ") + rank_list(ready) +
+    text += "\n  " + rank_list(missing) + (missing.size() == 1 ? " has" : " have") +
+            " not submitted " + listed(names) + ", for which " + rank_list(ready) +
             (ready.size() == 1 ? " has" : " have") + " waited for " +
-            seconds_text(now - waitings.front()->since) + " for " + rank_list(missing) +
-            " to submit " + listed(names) + ".";
+            seconds_text(now - waitings.front()->since);
     missing_ranks.insert(missing.begin(), missing.end());
   }
   size_t told = 0;
   for (int rank : missing_ranks) {
-    if (++told > kMaxNames) break;
-    text += " " + options_.describe(rank) + ": " + last_act(rank, stalled, all, now) + ".";
+    if (++told > kMaxNames) {
+      text += "\n  and " + std::to_string(missing_ranks.size() - kMaxNames) + " more ranks";
+      break;
+    }
+    text += "\n  " + options_.describe(rank) + " " + last_act(rank, stalled, all, now);
   }
   return text;
 }
 
 std::string StallInspector::last_act(int rank, const std::vector<Waiting>& stalled,
-                                     const std::vector<Waiting>& all,
-                                     Clock::time_point now) const {
+                                     const std::vector<Waiting>& all, Clock::time_point now) const {
   const Rank& r = ranks_[static_cast<size_t>(rank)];
   if (!r.last) return "has submitted nothing yet";
   // What the rank itself waits for, and whether that is what the others mean by another name.
   std::vector<std::string> its_own;
+  std::string hint;
   for (const Waiting& waiting : all) {
     for (const auto& [who, desc] : waiting.ready) {
       if (who != rank) continue;
       its_own.push_back(with_site(*desc));
       for (const Waiting& other : stalled) {
         const OpDesc& theirs = *other.ready.front().second;
-        if (other.id != waiting.id && user_name(theirs) == user_name(*desc)) {
-          return "has submitted " + with_site(*desc) + ", an operation of the same name but as " +
-                 what_kind(*desc) + ", not as " + what_kind(theirs) +
-                 ": all ranks must call the same collective with lists of the same length";
+        if (hint.empty() && user_name(theirs) == user_name(*desc) &&
+            std::find(other.missing.begin(), other.missing.end(), rank) != other.missing.end()) {
+          hint = "; is its " + what_kind(*desc) + " '" + user_name(*desc) + "' meant to be the " +
+                 what_kind(theirs) + " '" + user_name(theirs) +
+                 "' of the others? All ranks must call the same collective, with lists of the same "
+                 "length";
         }
       }
     }
   }
-  if (!its_own.empty()) return "waits for " + listed(its_own);
+  if (!its_own.empty()) return "waits for " + listed(its_own) + hint;
   return "last submitted " + with_site(*r.last) + ", " + seconds_text(now - r.when) + " ago";
 }
 

@@ -31,9 +31,9 @@ class StallInspector {
   void excuse(int rank, std::chrono::duration<double> how_long, Clock::time_point now);
 
   struct Report {
-    std::string warning;  // "" if there is nothing new to say
+    std::string warning;   // "" if there is nothing new to say
     std::string resolved;  // names that were reported and wait no longer, "" if none
-    std::string fatal;    // why the job has to end, "" if it has not
+    std::string fatal;     // why the job has to end, "" if it has not
   };
   // To be called at deadline(); it does nothing before.
   Report inspect(const Negotiator& negotiator, Clock::time_point now);
