@@ -25,7 +25,9 @@ _MARK = re.compile(r"^<!-- table: (\S+) -->$", re.MULTILINE)
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """A Markdown table."""
     lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+    return "\n".join(
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines
+    )
 
 
 def code(words: Iterable[str]) -> str:
@@ -33,14 +35,14 @@ def code(words: Iterable[str]) -> str:
 
 
 def default_of(row: Setting) -> str:
-    """The default as the user would write it."""
+    """The default, as the user would write it, and its unit."""
     value: Any = row.default
     if value in ("", (), -1):
         return "not set"
     if isinstance(value, bool):
         value = int(value)
     shown = f"{value:g}" if isinstance(value, float) else str(value)
-    return f"`{shown}`"
+    return f"`{shown}` {row.unit}".strip()
 
 
 def settings() -> str:
@@ -66,9 +68,9 @@ def settings() -> str:
 def overview() -> str:
     """All settings, one a line."""
     return table(
-        ("variable", "default", "unit", "meaning"),
+        ("variable", "default", "meaning"),
         (
-            (f"[`{row.variable}`](#{row.variable.lower()})", default_of(row), row.unit, row.help)
+            (f"[`{row.variable}`](#{row.variable.lower()})", default_of(row), row.help)
             for row in SETTINGS
         ),
     )

@@ -68,7 +68,7 @@ def check_tensor(tensor: object, what: str, in_place: bool) -> None:
 
 def overlaps_itself(tensor: Tensor) -> bool:
     """Whether several elements of an expanded tensor are the same memory."""
-    return any(
+    return tensor.numel() > 0 and any(
         stride == 0 and length > 1
         for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
     )

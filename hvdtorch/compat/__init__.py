@@ -12,6 +12,7 @@ that is installed is hidden from processes started like this, and from no others
     path/horovod   the package: re-exports only
     util           what `horovod.common.util` has
     autograd       the classes through which third-party code calls differentiable collectives
+    adasum         the second class of wrapped optimizers
 """
 
 from __future__ import annotations

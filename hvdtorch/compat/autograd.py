@@ -16,8 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hvdtorch import collectives
-from hvdtorch.collective_arguments import reduce_op
+from hvdtorch import collective_arguments, collectives
 from hvdtorch.process_sets import ProcessSet
 
 
@@ -26,7 +25,7 @@ def handle_average_backwards_compatibility(op: int | None, average: bool | None)
 
     Neither is Average. Raises ValueError if both are given; `average` alone is deprecated.
     """
-    return reduce_op(op, average)
+    return collective_arguments.reduce_op(op, average)
 
 
 class HorovodAllreduce:

@@ -109,6 +109,8 @@ def zero_dim_and_empty() -> None:
             same(hvd.broadcast(nothing, 0), nothing)
             wanted = torch.empty((shape[0] * size, *shape[1:]), dtype=dtype)
             same(hvd.allgather(nothing), wanted)
+    odd = torch.empty(3).as_strided((0, 3), (0, 0))  # no elements share memory: there are none
+    assert hvd.allreduce_(odd) is odd
     some = torch.full((rank % 2, 3), float(rank))
     same(hvd.allgather(some), torch.cat([torch.full((r % 2, 3), float(r)) for r in range(size)]))
 

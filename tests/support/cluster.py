@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -51,12 +51,16 @@ class ClusterDied(AssertionError):
 
 
 class Cluster:
-    """`size` rank processes that are up, initialised and waiting for a function."""
+    """`size` rank processes that are up, initialised and waiting for a function.
 
-    def __init__(self, size: int) -> None:
+    `settings` are variables added to their environment.
+    """
+
+    def __init__(self, size: int, settings: Mapping[str, str] | None = None) -> None:
         from torch.distributed import TCPStore  # here, so that tests/core runs without torch
 
         self.size = size
+        self._settings = dict(settings or {})
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.tag = new_tag()
         self._logs = [tempfile.TemporaryFile() for _ in range(size)]  # noqa: SIM115
@@ -73,7 +77,7 @@ class Cluster:
 
     def _start(self, rank: int) -> None:
         ours, theirs = Pipe()
-        environment = rank_environment(rank, self.size, self._store.port)
+        environment = rank_environment(rank, self.size, self._store.port) | self._settings
         environment[TAG] = self.tag
         self._pipes.append(ours)
         self._ranks.append(
@@ -212,15 +216,16 @@ class Cluster:
 
 
 class Clusters:
-    """The clusters of one pytest session by size, started when first asked for."""
+    """The clusters of one pytest session by size and settings, started when first asked for."""
 
     def __init__(self) -> None:
-        self._clusters: dict[int, Cluster] = {}
+        self._clusters: dict[object, Cluster] = {}
 
-    def get(self, size: int) -> Cluster:
-        cluster = self._clusters.get(size)
+    def get(self, size: int, settings: Mapping[str, str] | None = None) -> Cluster:
+        key = (size, frozenset((settings or {}).items()))
+        cluster = self._clusters.get(key)
         if cluster is None or not cluster.alive:
-            cluster = self._clusters[size] = Cluster(size)
+            cluster = self._clusters[key] = Cluster(size, settings)
         return cluster
 
     def close(self) -> None:

@@ -39,13 +39,13 @@ class ScriptResult(subprocess.CompletedProcess[str]):
     outputs: list[str]
 
 
-def _launch_command(launcher: Launcher, np: int) -> list[str]:
+def _launch_command(launcher: Launcher, np: int, flags: Sequence[str]) -> list[str]:
     if launcher == "hvdrun":
-        return [sys.executable, "-m", "hvdtorch.launch", "-np", str(np), sys.executable]
+        return [sys.executable, "-m", "hvdtorch.launch", "-np", str(np), *flags, sys.executable]
     if launcher == "torchrun":
         run = [sys.executable, "-m", "torch.distributed.run"]
-        return [*run, "--standalone", "--nproc-per-node", str(np), "--"]
-    return [sys.executable]
+        return [*run, "--standalone", "--nproc-per-node", str(np), *flags, "--"]
+    return [sys.executable, *flags]
 
 
 def run_script(
@@ -55,12 +55,14 @@ def run_script(
     timeout: float = 120.0,
     env: Mapping[str, str] | None = None,
     args: Sequence[str] = (),
+    flags: Sequence[str] = (),
 ) -> ScriptResult:
     """Run a script on `np` ranks and wait for the end of the job and of all it started.
 
     `source` is a path, or the text of a script (dedented). "python" starts the ranks directly with
     the environment torchrun would set (none at np=1); "hvdrun" and "torchrun" start the launcher.
-    `env` is added to an environment that has no launcher's or hvdtorch's variables.
+    `env` is added to an environment that has no launcher's or hvdtorch's variables; `flags` are the
+    launcher's (Python's for "python"), `args` the script's.
 
     Raises AssertionError when the job takes longer than `timeout` seconds (the text has all output
     and stacks) or leaves a process behind. The exit status is for the caller to judge.
@@ -70,7 +72,7 @@ def run_script(
         if isinstance(source, str):
             path = Path(directory) / "script.py"
             path.write_text(textwrap.dedent(source))
-        command = [*_launch_command(launcher, np), str(path), *args]
+        command = [*_launch_command(launcher, np, flags), str(path), *args]
         environments = [clean_environment()]
         if launcher == "python" and np > 1:
             store = TCPStore(

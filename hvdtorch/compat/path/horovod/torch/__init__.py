@@ -7,7 +7,7 @@ from hvdtorch.compat import missing
 from hvdtorch.torch import *  # noqa: F403
 
 from .. import __version__  # noqa: F401
-from . import compression, functions, mpi_ops, optimizer  # noqa: F401
+from . import compression, functions, mpi_ops, optimizer, sync_batch_norm  # noqa: F401
 
 __all__ = hvdtorch.torch.__all__
 
