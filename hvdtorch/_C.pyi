@@ -1,5 +1,7 @@
 """The typed contract between the Python API and the native core (csrc/bind)."""
 
+from typing import TypedDict
+
 from torch import Tensor
 
 BUILD_TORCH_VERSION: str  # torch.__version__ this module was compiled against
@@ -22,14 +24,16 @@ class Handle:
         """The failure's text, or None."""
     def outputs(self) -> list[Tensor]:
         """Results in input order; call after wait(). In-place: the very tensors given."""
-    def received_splits(self) -> list[int]:
-        """alltoall: rows received from each rank."""
+    def numbers(self) -> list[int]:
+        """alltoall: rows received from each rank; join: [last rank]; add_process_set: [id]."""
     def add_done_callback(self, callback: object) -> None:
         """callback() is called once, with the GIL, when complete (at once if it already is)."""
 
 # OpKind and ReduceOp values are those of csrc/core/types.h.
 def submit(
-    kind: int,  # 0 allreduce 1 allgather 2 broadcast 3 alltoall 4 reducescatter 5 barrier
+    # 0 allreduce 1 allgather 2 broadcast 3 alltoall 4 reducescatter 5 barrier 6 join
+    # 7 add_process_set (an int64 tensor of ranks) 8 remove_process_set (one of the id)
+    kind: int,
     name: str,  # full name without member suffix, "allreduce.x"; "" = unnamed: "<label>.noname.<n>"
     label: str,  # what unnamed operations are numbered under: "allreduce", "grouped_allreduce", ...
     tensors: list[Tensor],  # one tensor, or the members of a group
@@ -45,19 +49,33 @@ def submit(
     """Submit one operation. Raises ValueError for what this rank alone can see is wrong (duplicate
     name in flight, unsupported dtype or device, ...), HorovodInternalError when the job is down."""
 
+class RuntimeSettings(TypedDict):
+    fusion_threshold: int  # bytes; 0 = no fusion
+    group_fusion: bool  # False: a group is fused with nothing but itself
+    average_over_active: bool  # False: an average divides by the joined ranks too
+    cycle_time: float  # seconds: how long a ready tensor may wait for company
+    cache_capacity: int  # names remembered, so that they travel once
+    inline_limit: int  # bytes: up to here a reduction travels inside the log
+    lone_inline_limit: int  # the same for one that has nothing beside it
+    core: int  # core of the runtime's threads, -1 = any
+    stall_warn_after: float  # seconds; 0 = never
+    stall_stop_after: float  # seconds; 0 = never
+    log_level: int  # 0 trace ... 5 fatal, for lines of the core
+    log_hide_time: bool
+
 def start(
     rank: int,
     size: int,
     hosts: list[str],  # host name of every rank, for error texts
     fds: list[int],  # authenticated control sockets; rank 0: by rank (-1 at 0), others: [rank 0's]
     link: object,  # torch.distributed ProcessGroupGloo over all ranks, or None at size 1
-    fusion_threshold: int,  # bytes; 0 = no fusion
-    cycle_time: float,  # seconds: how long a ready tensor may wait for company
-    cache_capacity: int,  # names remembered, so that they travel once
-    inline_limit: int,  # bytes: up to here a reduction travels inside the log
-    lone_inline_limit: int,  # the same for one that has nothing beside it
-    core: int,  # core of the runtime's threads, -1 = any
+    settings: RuntimeSettings,
 ) -> None: ...
+def renumber_unnamed() -> None:
+    """After a join: unnamed operations get the same names on all ranks again."""
+
+def excuse(seconds: float) -> None:
+    """For so long this rank may submit nothing without being reported; 0: it is back."""
 def stop(reason: str) -> None:
     """Leave the job; idempotent. The other ranks are told `reason` ("" = plain shutdown)."""
 

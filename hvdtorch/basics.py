@@ -18,11 +18,17 @@ from typing import Any
 
 import torch
 
-from hvdtorch import _C, buildinfo, log
+from hvdtorch import _C, buildinfo, horovod_variables, log
 from hvdtorch.bootstrap import Placement, find_launch, open_store
-from hvdtorch.config import Config
+from hvdtorch.config import LOG_LEVELS, Config
 from hvdtorch.operation import BARRIER, SUM
-from hvdtorch.process_sets import ProcessSet, global_process_set
+from hvdtorch.process_sets import (
+    ProcessSet,
+    forget_all,
+    given_at_init,
+    global_process_set,
+    register,
+)
 from hvdtorch.rendezvous import SHARED_SETTINGS, meet
 from hvdtorch.version import __version__
 
@@ -36,8 +42,8 @@ _at_shutdown: list[Callable[[], None]] = []
 
 
 def init(
-    comm: Sequence[int] | None = None,
-    process_sets: Sequence[ProcessSet] | str | None = None,
+    comm: Any = None,
+    process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None,
 ) -> None:
     """Join the job: block until every rank has called it.
 
@@ -45,29 +51,23 @@ def init(
     initialised does nothing; after `shutdown()` it joins anew, if all ranks do.
 
     Args:
-        comm: None, or the list of all ranks; subsets and MPI communicators are refused.
-        process_sets: None; process sets are not available in this version.
+        comm: None, the list of all ranks, or an mpi4py communicator of as many processes as the job
+            has ranks. A part of the ranks is refused: start only those that should take part.
+        process_sets: process sets to register, the same on all ranks and in the same order; sets
+            made from mpi4py communicators may differ, each rank gives the one that it belongs to.
+            "dynamic" is accepted; sets can always be added later.
 
     Raises:
-        ValueError: arguments or the launcher's variables make no sense.
+        ValueError: arguments or the launcher's variables make no sense; the ranks give different
+            process sets, or sets that cannot be registered: then the job is left, and init() can be
+            called again.
         TimeoutError, ConnectionError, RuntimeError: the ranks did not meet within the start
             timeout (HVDTORCH_START_TIMEOUT, 30 s); the text names the ranks that are missing.
     """
     global _placement, _homogeneous, _link, _round, _echo_fd
-    if process_sets:
-        raise NotImplementedError("init(process_sets=...) is not available in this version")
     launch = find_launch(os.environ)
-    if comm is not None:
-        if not isinstance(comm, Sequence) or isinstance(comm, (str, bytes)):
-            raise ValueError(
-                f"init(comm=...) takes None or the list of all ranks, not {type(comm).__name__}; "
-                "MPI communicators are not supported"
-            )
-        if sorted(comm) != list(range(launch.size)):
-            raise ValueError(
-                f"init(comm={list(comm)}) names a part of the {launch.size} ranks: start only the "
-                "ranks that should take part"
-            )
+    _check_communicator(comm, launch.size)
+    sets = given_at_init(process_sets)
     if _C.is_running():
         return
     if _placement is not None:  # before it meets anybody, with the parent's connections
@@ -77,29 +77,27 @@ def init(
         )
     config = Config.from_env(os.environ)
     log.configure(config.log_level, config.log_hide_time)
+    if launch.rank == 0:
+        horovod_variables.report(os.environ)
     _echo_fd = config.echo_fd
     if launch.size == 1:
         placement, homogeneous, hosts, fds = Placement(0, 1, 0, 1, 0, 1), True, [""], [-1]
-        settings: dict[str, Any] = {name: getattr(config, name) for name in SHARED_SETTINGS}
+        shared: dict[str, Any] = {name: getattr(config, name) for name in SHARED_SETTINGS}
     else:
         store = open_store(launch, config.start_timeout)
         version = f"hvdtorch {__version__}, torch {torch.__version__}"
         meeting = meet(store, launch, config, version, _round)
         _round += 1
         placement, homogeneous = meeting.placement, meeting.homogeneous
-        hosts, fds, settings, _link = meeting.hosts, meeting.fds, meeting.settings, meeting.link
+        hosts, fds, shared, _link = meeting.hosts, meeting.fds, meeting.settings, meeting.link
+    core = _core(config, placement.local_rank)
     _C.start(
         rank=placement.rank,
         size=placement.size,
         hosts=hosts,
         fds=fds,
         link=_link,
-        fusion_threshold=int(settings["fusion_threshold"]),
-        cycle_time=settings["cycle_time"] / 1000,
-        cache_capacity=int(settings["cache_capacity"]),
-        inline_limit=int(settings["inline_limit"]),
-        lone_inline_limit=int(settings["lone_inline_limit"]),
-        core=_core(config, placement.local_rank),
+        settings=_runtime_settings(config, shared, core),
     )
     try:
         _meet_once_more(config.start_timeout)
@@ -108,8 +106,54 @@ def init(
         _link = None
         raise
     _placement, _homogeneous = placement, homogeneous
-    global_process_set._bind(placement.rank, placement.size)
+    global_process_set._bind(0, range(placement.size), placement.rank)
     _install_exit_hooks()
+    try:
+        register(sets)
+    except BaseException as error:
+        _leave(f"a failure of its hvd.init() ({error})")
+        raise
+
+
+def _check_communicator(comm: Any, size: int) -> None:
+    if comm is None:
+        return
+    if hasattr(comm, "Get_size"):
+        if comm.Get_size() != size:
+            raise ValueError(
+                f"init(comm=...): the communicator has {comm.Get_size()} processes, the job has "
+                f"{size} ranks; start only the ranks that should take part"
+            )
+        return
+    if not isinstance(comm, Sequence) or isinstance(comm, (str, bytes)):
+        raise ValueError(
+            "init(comm=...) takes None, the list of all ranks, or an mpi4py communicator, not "
+            f"{type(comm).__name__}"
+        )
+    if sorted(comm) != list(range(size)):
+        raise ValueError(
+            f"init(comm={list(comm)}) names a part of the {size} ranks: start only the ranks that "
+            "should take part"
+        )
+
+
+def _runtime_settings(config: Config, shared: dict[str, Any], core: int) -> _C.RuntimeSettings:
+    """What the runtime is started with. `shared` are the settings that rank 0 decides."""
+    report_stalls = not config.stall_check_disable
+    return {
+        "fusion_threshold": int(shared["fusion_threshold"]),
+        "group_fusion": not shared["disable_group_fusion"],
+        "average_over_active": shared["join_divisor"] == "active",
+        "cycle_time": shared["cycle_time"] / 1000,
+        "cache_capacity": int(shared["cache_capacity"]),
+        "inline_limit": int(shared["inline_limit"]),
+        "lone_inline_limit": int(shared["lone_inline_limit"]),
+        "core": core,
+        "stall_warn_after": report_stalls * config.stall_check_time_seconds,
+        "stall_stop_after": report_stalls * config.stall_shutdown_time_seconds,
+        "log_level": LOG_LEVELS.index(config.log_level),
+        "log_hide_time": config.log_hide_time,
+    }
 
 
 def _meet_once_more(timeout: float) -> None:
@@ -155,7 +199,7 @@ def _leave(reason: str) -> None:
     _C.stop(reason)
     _link = None
     _placement = None
-    global_process_set._unbind()
+    forget_all()
 
 
 def on_shutdown(callback: Callable[[], None]) -> None:

@@ -20,7 +20,7 @@ from .exceptions import HorovodInternalError
 from .process_sets import ProcessSet
 
 # Values of OpKind and ReduceOp in csrc/core/types.h.
-ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER, BARRIER = range(6)
+ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER, BARRIER, JOIN = range(7)
 AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT = range(6)
 
 _CPU = torch.device("cpu")
@@ -237,7 +237,7 @@ class Operation:
         """What `synchronize` returns for the completed operation on `tensors`."""
         outputs = tensors if self.in_place else native.outputs()
         if self.kind == ALLTOALL:
-            received = native.received_splits()
+            received = native.numbers()
             return outputs[0], torch.tensor(received, dtype=torch.int32, device=self.splits_device)
         if self.grouped:
             return tuple(outputs)

@@ -1,48 +1,81 @@
 """Process sets: which ranks take part in a collective.
 
 Every collective takes `process_set=`; without it, all ranks of the job take part
-(`global_process_set`). `hvd.init()` fills the global set in, `hvd.shutdown()` empties it.
+(`global_process_set`). Further sets are registered at `hvd.init(process_sets=[...])` or at any time
+by `add_process_set`. Operations of different sets have nothing to do with each other: the same name
+can be in flight in two sets at once, and no set waits for another.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from . import _C
+
+# Values of OpKind in csrc/core/types.h. Both kinds share a name, so that a rank that adds a set
+# while another removes one is told so.
+_ALLGATHER, _ADD, _REMOVE = 1, 7, 8
+_NAME = "process_sets"
 
 
 class ProcessSet:
     """A set of ranks. Two objects are equal only if they are the same object.
 
+    Parameters
+    ----------
+    ranks_or_comm : iterable of int, or mpi4py.MPI.Comm
+        The global ranks in the set, in any order. With a communicator, the ranks of the processes
+        in it; each process passes the communicator that it belongs to, so that all parts of an
+        `MPI.Comm.Split` can be registered at once.
+
     Attributes
     ----------
     process_set_id : int or None
-        The number the job knows the set by; None until it is registered.
+        The number the job knows the set by; None while it is not registered.
     ranks : list[int] or None
-        The global ranks in the set, ascending; None for the global set before `hvd.init()`.
-    mpi_comm : None
-        Always None here; kept because scripts print it.
+        The global ranks in the set, ascending. None for the global set before `hvd.init()`, and for
+        a set made from a communicator before it is registered.
+    mpi_comm : mpi4py.MPI.Comm or None
+        The communicator the set was made from.
+
+    Raises
+    ------
+    ValueError
+        A rank that is no Python int, or is given twice; a set without ranks.
     """
 
     process_set_id: int | None
     ranks: list[int] | None
 
-    def __init__(self, ranks: Iterable[int]) -> None:
-        members = list(ranks)
+    def __init__(self, ranks_or_comm: Any) -> None:
+        self.process_set_id = None
+        self.mpi_comm = None
+        self._rank: int | None = None  # this process's global rank, once known
+        if _is_communicator(ranks_or_comm):
+            self.mpi_comm = ranks_or_comm
+            self.ranks = None
+            return
+        members = list(ranks_or_comm)
         wrong = [rank for rank in members if type(rank) is not int]
         if wrong:
             raise ValueError(f"a process set is made of ranks as Python ints, not {wrong[0]!r}")
-        self.process_set_id = None
+        if not members:
+            raise ValueError(
+                "a process set needs at least one rank; hvd.global_process_set has all of them"
+            )
+        if len(set(members)) < len(members):
+            raise ValueError(f"a process set has each rank once, not {members}")
         self.ranks = sorted(members)
-        self.mpi_comm = None
-        self._rank: int | None = None  # this process's global rank, once known
 
-    def _bind(self, rank: int, size: int) -> None:
-        """The global set of a job of `size` ranks, seen from `rank`."""
-        self.ranks = list(range(size))
+    def _bind(self, id: int, ranks: Iterable[int], rank: int) -> None:
+        """The job knows it by this id; `rank` is this process's global rank."""
+        self.process_set_id = id
+        self.ranks = list(ranks)
         self._rank = rank
-
-    def _unbind(self) -> None:
-        self.ranks = None
-        self._rank = None
 
     def size(self) -> int | None:
         """Number of ranks in the set; None if it is not registered."""
@@ -61,9 +94,17 @@ class ProcessSet:
             raise ValueError(f"rank {self._rank} is not a member of {self}")
         return self.ranks.index(self._rank)
 
-    def included(self) -> bool:
-        """Whether this process is a member."""
-        return self.ranks is not None and self._rank in self.ranks
+    def included(self) -> bool | None:
+        """Whether this process is a member; None for a communicator that is not registered yet.
+
+        Raises ValueError before `hvd.init()`.
+        """
+        if self.ranks is None and self.mpi_comm is not None:
+            return None
+        rank = self._rank if self._rank is not None else global_process_set._rank
+        if rank is None:
+            raise ValueError("hvdtorch is not initialized: call hvd.init() first")
+        return self.ranks is not None and rank in self.ranks
 
     def __str__(self) -> str:
         return (
@@ -72,11 +113,168 @@ class ProcessSet:
         )
 
 
+def _is_communicator(value: object) -> bool:
+    return hasattr(value, "Get_size") and hasattr(value, "allgather")
+
+
 def _make_global() -> ProcessSet:
-    everyone = ProcessSet([])
+    everyone = ProcessSet([0])
     everyone.process_set_id = 0
-    everyone._unbind()
+    everyone.ranks = None
     return everyone
 
 
 global_process_set = _make_global()
+
+_registered: list[ProcessSet] = []  # besides the global one
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Register a process set while the job runs.
+
+    All ranks of the job must call it, members or not, and if they add or remove several sets, in
+    the same order. Blocks until all have. Returns the object given, or a new one for ranks, with
+    its `process_set_id`. Ids are not used again.
+
+    Raises
+    ------
+    ValueError
+        hvdtorch is not initialised; a rank that the job does not have; the set, or another one of
+        the same ranks, is registered already.
+    HorovodInternalError
+        On all ranks, if they add or remove different sets; the text says who does what.
+    """
+    rank = _this_rank("add_process_set")
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    if process_set.process_set_id is not None:
+        raise ValueError(f"add_process_set: {process_set} is registered already")
+    if process_set.ranks is None:
+        register([process_set])
+        return process_set
+    _check_ranks(process_set.ranks)
+    process_set._bind(_agree(_ADD, process_set.ranks), process_set.ranks, rank)
+    _registered.append(process_set)
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Remove a process set from the job; True if it was there.
+
+    All ranks of the job must call it, as for `add_process_set`. Blocks until all have. Operations
+    of the set that all its ranks have submitted are still carried out, others fail with
+    `HorovodInternalError`. False, at once, for the global set and for one that is not registered.
+
+    Raises
+    ------
+    ValueError
+        hvdtorch is not initialised.
+    HorovodInternalError
+        On all ranks, if they add or remove different sets; the text says who does what.
+    """
+    _this_rank("remove_process_set")
+    id = process_set.process_set_id
+    if not id or process_set not in _registered:
+        return False
+    _agree(_REMOVE, [id])
+    _registered.remove(process_set)
+    process_set.process_set_id = None
+    return True
+
+
+def _this_rank(what: str) -> int:
+    if global_process_set._rank is None:
+        raise ValueError(f"{what}: hvdtorch is not initialized: call hvd.init() first")
+    return global_process_set._rank
+
+
+def _check_ranks(ranks: list[int]) -> None:
+    everyone = global_process_set.ranks or []
+    if ranks[0] < 0 or ranks[-1] >= len(everyone):
+        raise ValueError(f"process set {ranks}: the job has the ranks 0-{len(everyone) - 1}")
+    if ranks == everyone:
+        raise ValueError(f"process set {ranks}: that is hvd.global_process_set")
+    if any(ranks == known.ranks for known in _registered):
+        raise ValueError(f"process set {ranks} is registered already")
+
+
+def _agree(kind: int, numbers: list[int]) -> int:
+    """Add (these ranks) or remove (this id) with all ranks; returns the set's id."""
+    tensor = torch.tensor(numbers)
+    handle = _C.submit(kind, _NAME, _NAME, [tensor], False, False, 1, 1.0, 1.0, 0, None, 0)
+    handle.wait()
+    return handle.numbers()[0] if kind == _ADD else numbers[0]
+
+
+# ------------------------------------------------------------------------------------------------
+# Several at once, perhaps from communicators
+
+
+def given_at_init(process_sets: Any) -> list[ProcessSet]:
+    """The argument `process_sets` of `hvd.init()` as a list; ValueError if it cannot be one."""
+    if process_sets is None or process_sets == "dynamic":
+        return []
+    if isinstance(process_sets, (str, ProcessSet)) or not isinstance(process_sets, Iterable):
+        raise ValueError(
+            f"init(process_sets={process_sets!s}): pass a list of process sets; sets can be added "
+            "later as well, by hvd.add_process_set()"
+        )
+    return [p if isinstance(p, ProcessSet) else ProcessSet(p) for p in process_sets]
+
+
+def register(process_sets: list[ProcessSet]) -> None:
+    """Register these sets; all ranks must call it, with the same sets in the same order.
+
+    Of a communicator, every part that the ranks hold is registered. Raises ValueError, on all
+    ranks, if they differ in what they register or it cannot be registered.
+    """
+    rank = _this_rank("init")
+    # A communicator is told by its lowest rank: that makes the parts of a split known to all.
+    own = [
+        p.ranks if p.mpi_comm is None else min(p.mpi_comm.allgather(rank)) for p in process_sets
+    ]
+    everyones = _exchange(own)
+    alike = [
+        [entry if isinstance(entry, list) else "a communicator" for entry in theirs]
+        for theirs in everyones
+    ]
+    for other, theirs in enumerate(alike):
+        if theirs != alike[0]:
+            raise ValueError(
+                "all ranks must register the same process sets in the same order: rank 0 has "
+                f"{alike[0]}, rank {other} has {theirs}"
+            )
+    for index, process_set in enumerate(process_sets):
+        if process_set.mpi_comm is None:
+            add_process_set(process_set)
+            continue
+        leaders = [theirs[index] for theirs in everyones]
+        for leader in sorted(set(leaders)):
+            ranks = [r for r, its_leader in enumerate(leaders) if its_leader == leader]
+            if len(ranks) == len(leaders):
+                raise ValueError("a communicator of all ranks: that is hvd.global_process_set")
+            part = process_set if leader == own[index] else ProcessSet(ranks)
+            part.ranks = ranks
+            _check_ranks(ranks)
+            part._bind(_agree(_ADD, ranks), ranks, rank)
+            _registered.append(part)
+
+
+def _exchange(value: Any) -> list[Any]:
+    """Every rank's value, which JSON can express, by rank."""
+    text = json.dumps(value).encode() + b"\0"
+    tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    name = f"allgather.{_NAME}"
+    handle = _C.submit(_ALLGATHER, name, name, [tensor], False, False, 1, 1.0, 1.0, 0, None, 0)
+    handle.wait()
+    texts = handle.outputs()[0].numpy().tobytes().split(b"\0")[:-1]
+    return [json.loads(text) for text in texts]
+
+
+def forget_all() -> None:
+    """The job has ended, and its process sets with it."""
+    for process_set in _registered:
+        process_set.process_set_id = None
+        process_set._rank = None
+    _registered.clear()
+    global_process_set.ranks = global_process_set._rank = None

@@ -18,6 +18,7 @@ import struct
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -33,6 +34,8 @@ SHARED_SETTINGS = (
     "cache_capacity",
     "inline_limit",
     "lone_inline_limit",
+    "disable_group_fusion",
+    "join_divisor",
 )
 
 
@@ -45,7 +48,7 @@ class Meeting:
     hosts: list[str]
     fds: list[int]
     link: object  # torch.distributed.ProcessGroupGloo
-    settings: dict[str, float]
+    settings: dict[str, Any]
 
 
 def _own_addresses(one_host: bool, config: Config, master: str) -> list[str]:
@@ -125,7 +128,7 @@ class _Welcome:
     addresses: list[str]
     port: int
     key: str
-    settings: dict[str, float]
+    settings: dict[str, Any]
 
 
 def _welcome(

@@ -70,7 +70,13 @@ from hvdtorch.compression import Compression  # noqa: E402
 from hvdtorch.exceptions import HorovodInternalError  # noqa: E402
 from hvdtorch.objects import allgather_object, broadcast_object  # noqa: E402
 from hvdtorch.optimizer import DistributedOptimizer  # noqa: E402
-from hvdtorch.process_sets import ProcessSet, global_process_set  # noqa: E402
+from hvdtorch.presence import expected_stall, join  # noqa: E402
+from hvdtorch.process_sets import (  # noqa: E402
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 from hvdtorch.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from hvdtorch.version import __version__  # noqa: E402
 
@@ -88,6 +94,7 @@ __all__ = [
     "Sum",
     "SyncBatchNorm",
     "__version__",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -110,6 +117,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "expected_stall",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -123,6 +131,7 @@ __all__ = [
     "grouped_reducescatter_async",
     "init",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "mpi_built",
@@ -133,6 +142,7 @@ __all__ = [
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",

@@ -40,14 +40,13 @@ Job& Job::instance() {
 }
 
 void Job::start(RuntimeOptions options, std::unique_ptr<Channel> channel,
-                std::shared_ptr<Transport> transport) {
+                TransportFactory factory) {
   if (forked) throw InternalError("hvd.init() cannot be called in a forked child of a rank");
   if (runtime_) throw InternalError("the runtime is already started");
   rank_ = options.rank;
-  size_ = options.size;
   unnamed_.clear();
-  runtime_ =
-      std::make_unique<Runtime>(std::move(options), std::move(channel), std::move(transport));
+  joins_ = 0;
+  runtime_ = std::make_unique<Runtime>(std::move(options), std::move(channel), std::move(factory));
   live_runtime = runtime_.get();
 }
 
@@ -90,22 +89,25 @@ OpDesc Job::describe(const Request& request, const at::Tensor* tensor) const {
   return desc;
 }
 
-void Job::check(const OpDesc& desc, const Request& request) const {
+void Job::check(const OpDesc& desc, const Request& request, const std::vector<int>& members) const {
+  const auto size = static_cast<int>(members.size());
   switch (desc.kind) {
     case OpKind::kAllreduce:
     case OpKind::kReducescatter: {
       const auto why =
-          why_not_reducible({desc.dtype, desc.op, desc.prescale, desc.postscale, size_});
+          why_not_reducible({desc.dtype, desc.op, desc.prescale, desc.postscale, size});
       if (!why.empty()) refuse(desc.name, why);
-      if (desc.kind == OpKind::kReducescatter && desc.shape.empty()) {
+      if (desc.kind == OpKind::kAllreduce) break;
+      if (desc.op == ReduceOp::kAdasum) refuse(desc.name, "reducescatter has no Adasum");
+      if (desc.shape.empty()) {
         refuse(desc.name, "a 0-dim tensor has no rows to scatter: pass at least one dimension");
       }
       break;
     }
     case OpKind::kBroadcast:
-      if (desc.root < 0 || desc.root >= size_) {
-        refuse(desc.name, "root_rank " + std::to_string(desc.root) + " is not one of the ranks 0-" +
-                              std::to_string(size_ - 1));
+      if (desc.root < 0 || desc.root >= size) {
+        refuse(desc.name, "the root's rank in the process set must be one of 0-" +
+                              std::to_string(size - 1) + ", not " + std::to_string(desc.root));
       }
       break;
     case OpKind::kAlltoall: {
@@ -113,9 +115,9 @@ void Job::check(const OpDesc& desc, const Request& request) const {
         refuse(desc.name, "a 0-dim tensor has no rows to send: pass at least one dimension");
       }
       const auto& splits = request.splits;
-      if (static_cast<int>(splits.size()) != size_) {
+      if (static_cast<int>(splits.size()) != size) {
         refuse(desc.name, "splits has " + std::to_string(splits.size()) + " entries, needs " +
-                              std::to_string(size_) + ", one per rank");
+                              std::to_string(size) + ", one per rank");
       }
       int64_t sum = 0;
       for (int64_t rows : splits) {
@@ -130,6 +132,9 @@ void Job::check(const OpDesc& desc, const Request& request) const {
     }
     case OpKind::kAllgather:
     case OpKind::kBarrier:
+    case OpKind::kJoin:
+    case OpKind::kAddProcessSet:
+    case OpKind::kRemoveProcessSet:
       break;
   }
 }
@@ -139,15 +144,13 @@ Submitted Job::submit(Request request) {
   std::string base = request.name;
   if (base.empty()) {
     // Per set and label, so that ranks which made different calls elsewhere still match.
-    auto& next = unnamed_[{request.process_set, request.label}];
-    base = request.label + ".noname." + std::to_string(next);
-    if (request.kind == OpKind::kBarrier) {
-      base = request.label + ".noname";
-    } else {
-      ++next;
-    }
+    base = request.label + ".noname.";
+    if (joins_ != 0) base += std::to_string(joins_) + ".";
+    base += std::to_string(unnamed_[{request.process_set, request.label}]++);
   }
-  const size_t count = request.kind == OpKind::kBarrier ? 1 : request.tensors.size();
+  const std::vector<int> members = runtime.members(request.process_set);
+  const bool no_tensor = request.kind == OpKind::kBarrier || request.kind == OpKind::kJoin;
+  const size_t count = no_tensor ? 1 : request.tensors.size();
   if (count == 0) refuse(base, "an empty list of tensors: pass at least one");
   Submitted submitted;
   submitted.completion = std::make_shared<Completion>(static_cast<int>(count));
@@ -162,7 +165,7 @@ Submitted Job::submit(Request request) {
       desc->group = base;
       desc->group_size = static_cast<int32_t>(count);
     }
-    check(*desc, request);
+    check(*desc, request, members);
     auto operation = std::make_shared<Operation>();
     operation->desc = std::move(desc);
     operation->splits = request.splits;
@@ -174,6 +177,11 @@ Submitted Job::submit(Request request) {
   }
   runtime.submit(submitted.operations);
   return submitted;
+}
+
+void Job::renumber() {
+  ++joins_;
+  unnamed_.clear();
 }
 
 }  // namespace hvdtorch

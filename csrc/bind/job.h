@@ -43,8 +43,7 @@ class Job {
  public:
   static Job& instance();
 
-  void start(RuntimeOptions options, std::unique_ptr<Channel> channel,
-             std::shared_ptr<Transport> transport);
+  void start(RuntimeOptions options, std::unique_ptr<Channel> channel, TransportFactory factory);
   void stop(const std::string& reason);
   bool running() const noexcept;
   Runtime& runtime();  // InternalError unless running
@@ -52,14 +51,18 @@ class Job {
   // Throws std::invalid_argument for what this rank alone can see is wrong.
   Submitted submit(Request request);
 
+  // After a join, at which the ranks may have made different numbers of calls: unnamed operations
+  // get names that are equal on all ranks again.
+  void renumber();
+
  private:
   Job();
   OpDesc describe(const Request& request, const at::Tensor* tensor) const;
-  void check(const OpDesc& desc, const Request& request) const;
+  void check(const OpDesc& desc, const Request& request, const std::vector<int>& members) const;
 
   std::unique_ptr<Runtime> runtime_;
   int rank_ = 0;
-  int size_ = 1;
+  uint64_t joins_ = 0;
   std::map<std::pair<uint32_t, std::string>, uint64_t> unnamed_;  // next number by set and label
 };
 

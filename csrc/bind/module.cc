@@ -13,8 +13,10 @@
 #include "bind/site.h"
 #include "channel/local.h"
 #include "channel/tcp.h"
+#include "core/log.h"
 #include "transport/host_collectives.h"
 #include "transport/memory_link.h"
+#include "transport/sub_link.h"
 
 namespace hvdtorch {
 namespace {
@@ -65,9 +67,7 @@ class Handle {
     return results;
   }
 
-  std::vector<int64_t> received_splits() const {
-    return submitted_.operations.front()->received_splits;
-  }
+  std::vector<int64_t> numbers() const { return submitted_.operations.front()->numbers; }
 
   void add_done_callback(py::object callback) {
     auto shared = std::make_shared<py::object>(std::move(callback));
@@ -116,19 +116,31 @@ std::string directory_of(const char* module) {
 }
 
 void start(int rank, int size, std::vector<std::string> hosts, std::vector<int> fds,
-           py::object link, int64_t fusion_threshold, double cycle_time, uint32_t cache_capacity,
-           int64_t inline_limit, int64_t lone_inline_limit, int core) {
+           py::object link, const py::dict& settings) {
   set_library_directories(directory_of("hvdtorch"), directory_of("torch"));
   RuntimeOptions options;
   options.rank = rank;
   options.size = size;
   options.hosts = std::move(hosts);
-  options.fusion_threshold = fusion_threshold;
-  options.cycle_time = std::chrono::microseconds(static_cast<int64_t>(cycle_time * 1e6));
-  options.cache_capacity = cache_capacity;
-  options.inline_limit = inline_limit;
-  options.lone_inline_limit = lone_inline_limit;
-  options.core = core;
+  const auto setting = [&]<typename T>(const char* name, T) { return settings[name].cast<T>(); };
+  const auto seconds = [&](const char* name) {
+    return std::chrono::microseconds(static_cast<int64_t>(setting(name, 0.0) * 1e6));
+  };
+  const auto milliseconds = [&](const char* name) {
+    return std::chrono::duration_cast<std::chrono::milliseconds>(seconds(name));
+  };
+  options.planner.fusion_threshold = setting("fusion_threshold", int64_t{});
+  options.planner.group_fusion = setting("group_fusion", bool{});
+  options.planner.average_over_active = setting("average_over_active", bool{});
+  options.cycle_time = seconds("cycle_time");
+  options.cache_capacity = setting("cache_capacity", uint32_t{});
+  options.inline_limit = setting("inline_limit", int64_t{});
+  options.lone_inline_limit = setting("lone_inline_limit", int64_t{});
+  options.core = setting("core", int{});
+  options.stall_warn_after = milliseconds("stall_warn_after");
+  options.stall_stop_after = milliseconds("stall_stop_after");
+  configure_log(static_cast<LogLevel>(setting("log_level", int{})),
+                setting("log_hide_time", bool{}));
   std::unique_ptr<Channel> channel;
   std::shared_ptr<PointToPoint> network;
   if (size == 1) {
@@ -139,8 +151,12 @@ void start(int rank, int size, std::vector<std::string> hosts, std::vector<int> 
     auto* backend = link.cast<c10d::Backend*>();
     network = make_gloo_link(c10::intrusive_ptr<c10d::Backend>::reclaim_copy(backend));
   }
-  Job::instance().start(std::move(options), std::move(channel),
-                        std::make_shared<HostCollectives>(std::move(network)));
+  Job::instance().start(
+      std::move(options), std::move(channel),
+      [network](uint32_t process_set, const std::vector<int>& ranks) {
+        return std::make_shared<HostCollectives>(
+            make_sub_link(network, ranks, static_cast<int>(process_set), HostCollectives::kTags));
+      });
 }
 
 py::dict stats() {
@@ -187,19 +203,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("done", &Handle::done)
       .def("error", &Handle::error)
       .def("outputs", &Handle::outputs)
-      .def("received_splits", &Handle::received_splits)
+      .def("numbers", &Handle::numbers)
       .def("add_done_callback", &Handle::add_done_callback, py::arg("callback"));
 
   m.def("submit", &submit, py::arg("kind"), py::arg("name"), py::arg("label"), py::arg("tensors"),
         py::arg("grouped"), py::arg("in_place"), py::arg("reduce_op"), py::arg("prescale"),
         py::arg("postscale"), py::arg("root"), py::arg("splits"), py::arg("process_set"));
   m.def("start", &start, py::arg("rank"), py::arg("size"), py::arg("hosts"), py::arg("fds"),
-        py::arg("link"), py::arg("fusion_threshold"), py::arg("cycle_time"),
-        py::arg("cache_capacity"), py::arg("inline_limit"), py::arg("lone_inline_limit"),
-        py::arg("core"));
+        py::arg("link"), py::arg("settings"));
   m.def(
       "stop", [](const std::string& reason) { Job::instance().stop(reason); }, py::arg("reason"),
       py::call_guard<py::gil_scoped_release>());
+  m.def("renumber_unnamed", [] { Job::instance().renumber(); });
+  m.def(
+      "excuse", [](double seconds) { Job::instance().runtime().excuse(seconds); },
+      py::arg("seconds"));
   m.def("is_running", [] { return Job::instance().running(); });
   m.def("runtime_threads", [] { return Job::instance().runtime().thread_ids(); });
   m.def("stats", &stats);

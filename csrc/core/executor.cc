@@ -1,5 +1,6 @@
 #include "core/executor.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -26,10 +27,16 @@ std::vector<int64_t> scaled(std::vector<int64_t> values, int64_t factor) {
   return values;
 }
 
+std::vector<int64_t> picked(const std::vector<int64_t>& values, const std::vector<int>& indices) {
+  std::vector<int64_t> some;
+  for (int index : indices) some.push_back(values[static_cast<size_t>(index)]);
+  return some;
+}
+
 std::vector<int64_t> gathered_shape(const LaunchItem& item, const OpDesc& desc) {
   std::vector<int64_t> shape = desc.shape;
   if (shape.empty()) shape.push_back(1);
-  shape[0] = std::accumulate(item.rows.begin(), item.rows.end(), int64_t{0});
+  shape[0] = std::accumulate(item.numbers.begin(), item.numbers.end(), int64_t{0});
   return shape;
 }
 
@@ -41,8 +48,9 @@ void place_inline_result(const LaunchItem& item, Operation& op) {
     const auto shape = gathered_shape(item, *op.desc);
     bytes = shape[0] * op.desc->row_numel() * size_of(op.desc->dtype);
     op.output = op.allocate(shape);
-  } else if (op.desc->kind == OpKind::kBarrier) {
+  } else if (op.desc->kind >= OpKind::kBarrier) {
     bytes = 0;
+    op.numbers = item.numbers;
   }
   if (static_cast<int64_t>(item.result.size()) != bytes) {
     throw std::runtime_error("the log carries a result of the wrong length");
@@ -73,22 +81,13 @@ std::byte* Arena::reserve(int64_t bytes) {
 
 void Arena::Free::operator()(void* p) const noexcept { std::free(p); }
 
-Executor::Executor(Hooks hooks, int core) : hooks_(std::move(hooks)) {
+Executor::Executor(Hooks hooks, Options options)
+    : hooks_(std::move(hooks)), options_(std::move(options)) {
   SignalsBlocked blocked;
-  thread_ = std::thread([this, core] { loop(core); });
+  thread_ = std::thread([this] { loop(); });
 }
 
 Executor::~Executor() { stop(); }
-
-void Executor::add_transport(uint32_t process_set, std::shared_ptr<Transport> transport) {
-  std::lock_guard lock(mutex_);
-  transports_[process_set] = std::move(transport);
-}
-
-int64_t Executor::divisor(uint32_t process_set) const {
-  std::lock_guard lock(mutex_);
-  return transports_.at(process_set)->size();
-}
 
 void Executor::submit(Work work) {
   std::lock_guard lock(mutex_);
@@ -102,25 +101,28 @@ bool Executor::drain(std::chrono::milliseconds limit) {
 }
 
 void Executor::abort(const std::string& why) noexcept {
-  std::map<uint32_t, std::shared_ptr<Transport>> transports;
+  std::vector<std::shared_ptr<Transport>> transports;
   {
     std::lock_guard lock(mutex_);
-    transports = transports_;
+    if (!aborted_) aborted_ = why;
+    for (const auto& [absent, party] : parties_) transports.push_back(party.transport);
   }
-  for (auto& [id, transport] : transports) transport->abort(why);
+  for (const auto& transport : transports) transport->abort(why);
+}
+
+void Executor::retire() noexcept {
+  std::lock_guard lock(mutex_);
+  stopping_ = true;
+  changed_.notify_all();
 }
 
 void Executor::stop() noexcept {
-  {
-    std::lock_guard lock(mutex_);
-    stopping_ = true;
-    changed_.notify_all();
-  }
+  retire();
   if (thread_.joinable()) thread_.join();
 }
 
-void Executor::loop(int core) {
-  thread_id_ = enter_runtime_thread("hvd-executor", core);
+void Executor::loop() {
+  thread_id_ = enter_runtime_thread("hvd-executor", options_.core);
   for (;;) {
     Work work;
     {
@@ -141,73 +143,107 @@ void Executor::loop(int core) {
       error = hooks_.await_cause(std::string("the executor failed: ") + failure.what());
     }
     for (auto& op : work.operations) hooks_.complete(op, error);
+    const bool reported = work.reported;
     work = {};
     {
       std::lock_guard lock(mutex_);
       busy_ = false;
       changed_.notify_all();
     }
+    if (!reported) continue;
     finished_.fetch_add(1);
     hooks_.launch_finished();
   }
 }
 
-void Executor::run(Work& work) {
-  const OpDesc& first = *work.launch.items.front().desc;
-  std::shared_ptr<Transport> transport;
+Executor::Party& Executor::party_without(const std::vector<int>& absent) {
   {
     std::lock_guard lock(mutex_);
-    transport = transports_.at(first.process_set);
+    const auto it = parties_.find(absent);
+    if (it != parties_.end()) return it->second;
   }
-  switch (first.kind) {
+  Party party;
+  for (int rank = 0; rank < options_.size; ++rank) {
+    if (!std::binary_search(absent.begin(), absent.end(), rank)) party.members.push_back(rank);
+  }
+  party.transport = hooks_.open_transport(party.members);
+  party.average_divisor = average_divisor(options_.size, absent, options_.average_over_active);
+  std::lock_guard lock(mutex_);
+  if (aborted_) party.transport->abort(*aborted_);
+  return parties_.emplace(absent, std::move(party)).first->second;
+}
+
+void Executor::run(Work& work) {
+  const Party& party = party_without(work.launch.absent);
+  switch (work.launch.items.front().desc->kind) {
     case OpKind::kAllreduce:
-      run_allreduce(work, *transport);
+      run_allreduce(work, party);
       break;
     case OpKind::kBroadcast:
-      run_broadcast(work, *transport);
+      run_broadcast(work, party);
       break;
     case OpKind::kAllgather:
-      run_allgather(work.launch.items.front(), *work.operations.front(), *transport);
+      run_allgather(work.launch.items.front(), *work.operations.front(), party);
       break;
     case OpKind::kAlltoall:
-      run_alltoall(*work.operations.front(), *transport);
+      run_alltoall(*work.operations.front(), party);
       break;
     case OpKind::kReducescatter:
-      run_reducescatter(*work.operations.front(), *transport);
+      run_reducescatter(*work.operations.front(), party);
       break;
     case OpKind::kBarrier:
-      transport->barrier();
+      party.transport->barrier();
       break;
+    case OpKind::kJoin:
+    case OpKind::kAddProcessSet:
+    case OpKind::kRemoveProcessSet:
+      throw std::runtime_error("the log launches what moves no data");
   }
   for (auto& op : work.operations) {
     if (op->finish) op->finish();
   }
 }
 
-void Executor::run_allreduce(Work& work, Transport& transport) {
+void Executor::run_allreduce(Work& work, const Party& party) {
   const OpDesc& first = *work.launch.items.front().desc;
-  const Reduction reduction = reduction_of(first, transport.size());
+  const Reduction reduction = reduction_of(first, party.average_divisor);
+  const bool adasum = first.op == ReduceOp::kAdasum;
   if (work.operations.size() == 1) {
     Operation& op = *work.operations.front();
     copy_if_apart(op.output, op.input, first.bytes());
-    transport.allreduce(reduction, op.output, first.numel());
+    if (adasum) {
+      party.transport->adasum(reduction, op.output, {{0, first.numel()}});
+    } else {
+      party.transport->allreduce(reduction, op.output, first.numel());
+    }
     return;
   }
   const Layout layout = layout_of(work.launch);
   std::byte* buffer = arena_.reserve(layout.bytes);
+  const int64_t element = size_of(first.dtype);
+  std::vector<Span> tensors;
   for (size_t i = 0; i < work.operations.size(); ++i) {
     const Operation& op = *work.operations[i];
     copy_if_apart(buffer + layout.offsets[i], op.input, op.desc->bytes());
+    if (adasum) tensors.push_back({layout.offsets[i] / element, op.desc->numel()});
   }
-  transport.allreduce(reduction, buffer, layout.bytes / size_of(first.dtype));
+  if (adasum) {
+    party.transport->adasum(reduction, buffer, tensors);
+  } else {
+    party.transport->allreduce(reduction, buffer, layout.bytes / element);
+  }
   for (size_t i = 0; i < work.operations.size(); ++i) {
     const Operation& op = *work.operations[i];
     copy_if_apart(op.output, buffer + layout.offsets[i], op.desc->bytes());
   }
 }
 
-void Executor::run_broadcast(Work& work, Transport& transport) {
-  const int root = work.launch.items.front().desc->root;
+void Executor::run_broadcast(Work& work, const Party& party) {
+  const auto& members = party.members;
+  const int root = static_cast<int>(
+      std::lower_bound(members.begin(), members.end(), work.launch.items.front().desc->root) -
+      members.begin());
+  Transport& transport = *party.transport;
   const bool is_root = transport.rank() == root;
   if (is_root) {
     for (auto& op : work.operations) copy_if_apart(op->output, op->input, op->desc->bytes());
@@ -230,32 +266,57 @@ void Executor::run_broadcast(Work& work, Transport& transport) {
   }
 }
 
-void Executor::run_allgather(const LaunchItem& item, Operation& op, Transport& transport) {
+void Executor::run_allgather(const LaunchItem& item, Operation& op, const Party& party) {
   const int64_t row_bytes = op.desc->row_numel() * size_of(op.desc->dtype);
   op.output = op.allocate(gathered_shape(item, *op.desc));
-  transport.allgather(op.input, op.output, scaled(item.rows, row_bytes));
+  party.transport->allgather(op.input, op.output,
+                             scaled(picked(item.numbers, party.members), row_bytes));
 }
 
-void Executor::run_alltoall(Operation& op, Transport& transport) {
-  const int size = transport.size();
-  const std::vector<int64_t> one(size, sizeof(int64_t));
-  op.received_splits.assign(size, 0);
-  transport.alltoall(op.splits.data(), one, op.received_splits.data(), one);
+// The rows of a tensor that go to members of the party, one after the other; `bytes`: of the rows
+// for each rank of the set.
+const void* Executor::pack_rows(const void* input, const std::vector<int64_t>& bytes,
+                                const Party& party) {
+  if (party.members.size() == bytes.size()) return input;
+  const auto* rows = static_cast<const std::byte*>(input);
+  std::byte* packed = arena_.reserve(std::accumulate(bytes.begin(), bytes.end(), int64_t{0}));
+  std::byte* end = packed;
+  for (size_t rank = 0; rank < bytes.size(); ++rank) {
+    if (std::binary_search(party.members.begin(), party.members.end(), static_cast<int>(rank))) {
+      copy_if_apart(end, rows, bytes[rank]);
+      end += bytes[rank];
+    }
+    rows += bytes[rank];
+  }
+  return packed;
+}
+
+void Executor::run_alltoall(Operation& op, const Party& party) {
+  const std::vector<int64_t> one(party.members.size(), sizeof(int64_t));
+  const auto sent = picked(op.splits, party.members);
+  std::vector<int64_t> received(party.members.size());
+  party.transport->alltoall(sent.data(), one, received.data(), one);
   const int64_t row_bytes = op.desc->row_numel() * size_of(op.desc->dtype);
   std::vector<int64_t> shape = op.desc->shape;
-  shape[0] = std::accumulate(op.received_splits.begin(), op.received_splits.end(), int64_t{0});
+  shape[0] = std::accumulate(received.begin(), received.end(), int64_t{0});
   op.output = op.allocate(shape);
-  transport.alltoall(op.input, scaled(op.splits, row_bytes), op.output,
-                     scaled(op.received_splits, row_bytes));
+  op.numbers.assign(static_cast<size_t>(options_.size), 0);
+  for (size_t i = 0; i < received.size(); ++i) {
+    op.numbers[static_cast<size_t>(party.members[i])] = received[i];
+  }
+  party.transport->alltoall(pack_rows(op.input, scaled(op.splits, row_bytes), party),
+                            scaled(sent, row_bytes), op.output, scaled(received, row_bytes));
 }
 
-void Executor::run_reducescatter(Operation& op, Transport& transport) {
+void Executor::run_reducescatter(Operation& op, const Party& party) {
   std::vector<int64_t> shape = op.desc->shape;
-  const auto rows = split_rows(shape[0], transport.size());
-  shape[0] = rows[transport.rank()];
+  const auto rows = split_rows(shape[0], options_.size);
+  const int64_t row_numel = op.desc->row_numel();
+  shape[0] = picked(rows, party.members)[static_cast<size_t>(party.transport->rank())];
   op.output = op.allocate(shape);
-  transport.reduce_scatter(reduction_of(*op.desc, transport.size()), op.input, op.output,
-                           scaled(rows, op.desc->row_numel()));
+  const void* input = pack_rows(op.input, scaled(rows, row_numel * size_of(op.desc->dtype)), party);
+  party.transport->reduce_scatter(reduction_of(*op.desc, party.average_divisor), input, op.output,
+                                  scaled(picked(rows, party.members), row_numel));
 }
 
 }  // namespace hvdtorch

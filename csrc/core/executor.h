@@ -1,6 +1,7 @@
-// Executor: runs launches in the order of the log, on a thread of its own: pack, collective,
-// unpack. The control thread stays free meanwhile, so a dead peer is noticed and a running transfer
-// can be aborted while this thread is blocked in one.
+// Executor: runs the launches of one process set in the order of the log, on a thread of its own:
+// pack, collective, unpack. The control thread stays free meanwhile, so a dead peer is noticed and
+// a running transfer can be aborted while this thread is blocked in one. Executors of different
+// sets never wait for each other.
 #pragma once
 
 #include <atomic>
@@ -12,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -26,6 +28,7 @@ namespace hvdtorch {
 struct Work {
   Launch launch;
   std::vector<std::shared_ptr<Operation>> operations;
+  bool reported = false;  // this rank tells the coordinator when it is finished
 };
 
 // Persistent, grown on demand, 64-byte aligned: the fusion buffer of one process set.
@@ -48,19 +51,23 @@ class Executor {
     std::function<void(const std::shared_ptr<Operation>&, const std::string& error)> complete;
     // The transport failed with this text; returns the cause to report, once it is known.
     std::function<std::string(const std::string& text)> await_cause;
-    // A launch was finished, with or without success.
+    // A launch that this rank reports was finished, with or without success.
     std::function<void()> launch_finished;
+    // A transport among the members of the set (their ranks in it, ascending), this one included.
+    std::function<std::shared_ptr<Transport>(const std::vector<int>& members)> open_transport;
+  };
+  struct Options {
+    int size = 1;                      // of the process set
+    bool average_over_active = false;  // see average_divisor()
+    int core = -1;                     // to run on; -1: any
   };
 
-  Executor(Hooks hooks, int core);
+  Executor(Hooks hooks, Options options);
   ~Executor();
-
-  void add_transport(uint32_t process_set, std::shared_ptr<Transport> transport);
-  int64_t divisor(uint32_t process_set) const;
 
   void submit(Work work);
 
-  // How many launches were finished since the last call.
+  // How many launches that this rank reports were finished since the last call.
   int take_finished() noexcept { return finished_.exchange(0); }
   bool any_finished() const noexcept { return finished_.load() != 0; }
 
@@ -70,28 +77,41 @@ class Executor {
   // Running and later collectives fail with `why`. Any thread.
   void abort(const std::string& why) noexcept;
 
-  // Finishes what is queued (after abort(): by failing it) and joins the thread.
+  // The thread ends when what is queued is finished (after abort(): by failing it).
+  void retire() noexcept;
+  // Waits for that.
   void stop() noexcept;
 
   int thread_id() const noexcept { return thread_id_; }
 
  private:
-  void loop(int core);
+  // The members of the set that take part in a launch, and the transport among them.
+  struct Party {
+    std::vector<int> members;  // ranks in the set, ascending
+    std::shared_ptr<Transport> transport;
+    int64_t average_divisor = 1;
+  };
+
+  void loop();
+  Party& party_without(const std::vector<int>& absent);
   void run(Work& work);
-  void run_allreduce(Work& work, Transport& transport);
-  void run_broadcast(Work& work, Transport& transport);
-  void run_allgather(const LaunchItem& item, Operation& op, Transport& transport);
-  void run_alltoall(Operation& op, Transport& transport);
-  void run_reducescatter(Operation& op, Transport& transport);
+  void run_allreduce(Work& work, const Party& party);
+  void run_broadcast(Work& work, const Party& party);
+  void run_allgather(const LaunchItem& item, Operation& op, const Party& party);
+  void run_alltoall(Operation& op, const Party& party);
+  void run_reducescatter(Operation& op, const Party& party);
+  const void* pack_rows(const void* input, const std::vector<int64_t>& bytes, const Party& party);
 
   Hooks hooks_;
+  Options options_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Work> queue_;
   bool busy_ = false;
   bool stopping_ = false;
-  std::map<uint32_t, std::shared_ptr<Transport>> transports_;
-  Arena arena_;  // executor thread only
+  std::map<std::vector<int>, Party> parties_;  // by the absent ranks; added by the thread only
+  std::optional<std::string> aborted_;         // why
+  Arena arena_;                                // executor thread only
   std::atomic<int> finished_{0};
   std::atomic<int> thread_id_{0};
   std::thread thread_;

@@ -12,8 +12,9 @@ namespace {
 // each stream therefore keeps a table: the sender assigns a slot to a description the first time
 // (record "new": slot + description) and afterwards sends the slot only (record "again"). The
 // sender evicts; a "new" for an occupied slot overwrites it on the receiver. No negotiation and no
-// invalidation messages exist, since a stream is ordered. The log is one stream: every rank's
-// reader sees the same bytes. The site (file:line) is taken along with a "new" only.
+// invalidation messages exist, since a stream is ordered. The log is one stream for each process
+// set: every member's reader sees the same bytes. The site (file:line) is taken along with a "new"
+// only.
 
 static_assert(std::endian::native == std::endian::little, "the wire format is little-endian");
 
@@ -22,6 +23,8 @@ enum class Tag : uint8_t {
   kReadyAgain = 2,
   kBye = 3,
   kFailed = 4,
+  kFinished = 5,
+  kExcuse = 6,
   kLaunch = 16,
   kError = 17,
   kDown = 18,
@@ -155,9 +158,18 @@ Ready get_ready(Cursor& in, SlotReader& slots, bool is_new) {
   return ready;
 }
 
-Launch get_launch(Cursor& in, SlotReader& slots) {
+Launch get_launch(Cursor& in, LogSlots& log_slots) {
   Launch launch;
+  const auto process_set = in.get<uint32_t>();
+  SlotReader& slots = log_slots.of(process_set);
   launch.inlined = in.flag();
+  if (in.flag()) {
+    for (int64_t rank : in.ints()) {
+      const int64_t least = launch.absent.empty() ? 0 : launch.absent.back() + int64_t{1};
+      if (rank < least || rank > INT32_MAX) throw DecodeError("absent ranks are not ascending");
+      launch.absent.push_back(static_cast<int>(rank));
+    }
+  }
   const size_t n = in.count(6);
   if (n == 0) throw DecodeError("a launch of nothing");
   launch.items.reserve(n);
@@ -170,7 +182,8 @@ Launch get_launch(Cursor& in, SlotReader& slots) {
       item.desc = get_desc(in);
       if (slot != SlotWriter::kNoSlot) slots.set(slot, item.desc);
     }
-    if (in.flag()) item.rows = in.ints();
+    if (item.desc->process_set != process_set) throw DecodeError("a launch of two process sets");
+    if (in.flag()) item.numbers = in.ints();
     if (launch.inlined) item.result = in.text();
     launch.items.push_back(std::move(item));
   }
@@ -236,6 +249,13 @@ void encode(std::string& frame, const Statement& statement, SlotWriter& slots) {
     if (!known) put_desc(frame, *ready->desc);
     put<uint8_t>(frame, ready->payload ? kHasPayload : 0);
     if (ready->payload) put_text(frame, *ready->payload);
+  } else if (const auto* finished = std::get_if<Finished>(&statement)) {
+    put<uint8_t>(frame, static_cast<uint8_t>(Tag::kFinished));
+    put<uint32_t>(frame, finished->process_set);
+    put<uint32_t>(frame, finished->launches);
+  } else if (const auto* excuse = std::get_if<Excuse>(&statement)) {
+    put<uint8_t>(frame, static_cast<uint8_t>(Tag::kExcuse));
+    put<double>(frame, excuse->seconds);
   } else if (const auto* bye = std::get_if<Bye>(&statement)) {
     put<uint8_t>(frame, static_cast<uint8_t>(Tag::kBye));
     put<uint8_t>(frame, bye->clean ? 1 : 0);
@@ -250,15 +270,18 @@ void encode(std::string& frame, const Statement& statement, SlotWriter& slots) {
 void encode(std::string& frame, const Entry& entry, SlotWriter& slots) {
   if (const auto* launch = std::get_if<Launch>(&entry)) {
     put<uint8_t>(frame, static_cast<uint8_t>(Tag::kLaunch));
+    put<uint32_t>(frame, launch->items.front().desc->process_set);
     put<uint8_t>(frame, launch->inlined ? 1 : 0);
+    put<uint8_t>(frame, launch->absent.empty() ? 0 : 1);
+    if (!launch->absent.empty()) put_ints(frame, {launch->absent.begin(), launch->absent.end()});
     put<uint32_t>(frame, static_cast<uint32_t>(launch->items.size()));
     for (const auto& item : launch->items) {
       const auto [slot, known] = slots.choose(item.desc);
       put<uint32_t>(frame, slot);
       put<uint8_t>(frame, known ? 1 : 0);
       if (!known) put_desc(frame, *item.desc);
-      put<uint8_t>(frame, item.rows.empty() ? 0 : 1);
-      if (!item.rows.empty()) put_ints(frame, item.rows);
+      put<uint8_t>(frame, item.numbers.empty() ? 0 : 1);
+      if (!item.numbers.empty()) put_ints(frame, item.numbers);
       if (launch->inlined) put_text(frame, item.result);
     }
   } else if (const auto* error = std::get_if<Error>(&entry)) {
@@ -287,6 +310,16 @@ std::vector<Statement> decode_statements(std::string_view frame, SlotReader& slo
       case Tag::kReadyAgain:
         statements.emplace_back(get_ready(in, slots, false));
         break;
+      case Tag::kFinished: {
+        Finished finished;
+        finished.process_set = in.get<uint32_t>();
+        finished.launches = in.get<uint32_t>();
+        statements.emplace_back(finished);
+        break;
+      }
+      case Tag::kExcuse:
+        statements.emplace_back(Excuse{in.get<double>()});
+        break;
       case Tag::kBye: {
         Bye bye;
         bye.clean = in.flag();
@@ -305,7 +338,7 @@ std::vector<Statement> decode_statements(std::string_view frame, SlotReader& slo
   return statements;
 }
 
-std::vector<Entry> decode_entries(std::string_view frame, SlotReader& slots) {
+std::vector<Entry> decode_entries(std::string_view frame, LogSlots& slots) {
   Cursor in(frame);
   std::vector<Entry> entries;
   while (!in.empty()) {

@@ -1,5 +1,5 @@
-// The wire format of the control plane: what ranks tell the coordinator (Ready, Bye, Failed) and
-// what the coordinator appends to the log (Launch, Error, Down).
+// The wire format of the control plane: what ranks tell the coordinator (Ready, Finished, Excuse,
+// Bye, Failed) and what the coordinator appends to the log (Launch, Error, Down).
 //
 // A frame is a run of records; each starts with its kind. Integers are little-endian and of fixed
 // width. Decoding never reads past the frame and never trusts a length: malformed bytes throw
@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <list>
+#include <map>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -35,6 +36,16 @@ struct Ready {
   Desc desc;
   std::optional<std::string> payload;
 };
+// "Launches of this process set were finished here." Said by its lowest rank that took part, so
+// that the coordinator knows when the set's pipeline has room.
+struct Finished {
+  uint32_t process_set = 0;
+  uint32_t launches = 0;
+};
+// "For this long, nobody need wonder what I am doing." 0: I am back.
+struct Excuse {
+  double seconds = 0;
+};
 // "I leave the job." `reason` is empty for a plain shutdown. `clean`: nothing of what this rank has
 // taken from the log is unfinished here. `launches`: how many launches through a transport that
 // were; where the log holds more, the others wait for this rank in vain.
@@ -47,18 +58,20 @@ struct Bye {
 struct Failed {
   std::string text;
 };
-using Statement = std::variant<Ready, Bye, Failed>;
+using Statement = std::variant<Ready, Finished, Excuse, Bye, Failed>;
 
 // --- what the log holds ---------------------------------------------------------------------
 
 struct LaunchItem {
-  Desc desc;                  // as the coordinator knows it
-  std::vector<int64_t> rows;  // allgather: rows of each rank; else empty
-  std::string result;         // inline launches: the result itself
+  Desc desc;  // as the coordinator knows it
+  // allgather: rows of each rank of the set; join: the last rank; adding a process set: its id.
+  std::vector<int64_t> numbers;
+  std::string result;  // inline launches: the result itself
 };
-// Run one collective over these tensors, fused.
+// Run one collective over these tensors, fused. All are of one process set.
 struct Launch {
-  bool inlined = false;  // every item carries its result: no data transport is needed
+  bool inlined = false;     // every item carries its result: no data transport is needed
+  std::vector<int> absent;  // ranks in the set, ascending, that have joined and take no part
   std::vector<LaunchItem> items;
 };
 // These operations fail on every rank, the job goes on.
@@ -111,11 +124,26 @@ class SlotReader {
   std::vector<Desc> slots_;
 };
 
+// The log's tables: one for each process set, since a rank sees the entries of its own sets only.
+class LogSlots {
+ public:
+  explicit LogSlots(uint32_t capacity) : capacity_(capacity) {}
+  SlotReader& of(uint32_t process_set) {
+    return tables_.try_emplace(process_set, capacity_).first->second;
+  }
+  void forget(uint32_t process_set) { tables_.erase(process_set); }
+
+ private:
+  uint32_t capacity_;
+  std::map<uint32_t, SlotReader> tables_;
+};
+
 // --- encoding -------------------------------------------------------------------------------
 
 void encode(std::string& frame, const Statement&, SlotWriter&);
-void encode(std::string& frame, const Entry&, SlotWriter&);
+// `slots`: of the entry's process set.
+void encode(std::string& frame, const Entry&, SlotWriter& slots);
 std::vector<Statement> decode_statements(std::string_view frame, SlotReader&);
-std::vector<Entry> decode_entries(std::string_view frame, SlotReader&);
+std::vector<Entry> decode_entries(std::string_view frame, LogSlots&);
 
 }  // namespace hvdtorch

@@ -1,10 +1,17 @@
 // Negotiator: who is ready for what. A pure state machine at the coordinator: statements of ranks
 // go in, agreements and readable errors come out. It does no I/O, never sleeps, reads no clock and
 // no environment, so that tests drive it with simulated ranks in one process.
+//
+// It also knows which process sets exist and which ranks have joined (said that they have no more
+// data), since both decide whom a tensor waits for. A joined rank is absent from all operations
+// that it has not submitted itself, in all its sets, until every rank has joined.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
+#include <list>
 #include <map>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -14,11 +21,14 @@
 
 namespace hvdtorch {
 
-// A tensor that every rank of its process set is ready for, and on whose description all agree.
+// A tensor that every rank of its process set is ready for or absent from, and on whose description
+// all agree.
 struct Agreement {
   Desc desc;
-  std::vector<int64_t> rows;          // allgather: first dimension on each rank of the set
-  std::vector<std::string> payloads;  // by rank in the set, if every rank that had to sent one
+  std::vector<int> absent;       // ranks in the set, ascending
+  std::vector<int64_t> numbers;  // see LaunchItem; allgather: 0 rows of absent ranks
+  // By rank in the set, if every rank that had to sent one; empty of those that had not.
+  std::vector<std::string> payloads;
 };
 
 // What the negotiator decided, in order: members that must be launched together (one, or all of a
@@ -30,28 +40,46 @@ struct Decision {
 
 class Negotiator {
  public:
-  // The global process set (id 0) holds ranks 0..size-1. `hosts[r]` may be empty.
+  using Clock = std::chrono::steady_clock;
+
+  // The global process set (id 0) holds ranks 0..size-1.
   explicit Negotiator(int size);
 
   // Rank `rank` (global) states that a tensor can be reduced. Throws DecodeError on a statement
   // that no well-behaved rank makes (unknown set, not a member, twice the same name).
-  void on_ready(int rank, Ready ready);
+  void on_ready(int rank, Ready ready, Clock::time_point now);
 
   // Decisions since the last call, in the order in which they were reached.
   std::vector<Decision> take_decisions();
 
-  // Names that some ranks have submitted and others have not: for reports.
+  // Global ranks of a set, ascending; of a removed one too.
+  const std::vector<int>& members(uint32_t process_set) const {
+    return sets_.at(process_set).ranks;
+  }
+  bool joined(int rank) const { return joined_[static_cast<size_t>(rank)]; }
+
+  // Names that some ranks have submitted and others have not, oldest first: for reports.
   struct Waiting {
-    Desc desc;
-    std::vector<int> ready;    // global ranks
-    std::vector<int> missing;  // global ranks
+    uint64_t id;  // of this use of the name
+    Clock::time_point since;
+    std::vector<std::pair<int, Desc>> ready;  // global rank, and what it said
+    std::vector<int> missing;                 // global ranks
   };
   std::vector<Waiting> waiting() const;
+  // When the oldest of them was first submitted.
+  std::optional<Clock::time_point> waiting_since() const;
 
  private:
+  struct Age {
+    uint64_t id;
+    Clock::time_point since;
+    uint32_t process_set;
+    std::string name;
+  };
   struct Pending {
     std::vector<Ready> by_rank;  // index: rank in the set; desc null: not yet
     int count = 0;
+    std::list<Age>::iterator age;
   };
   struct Group {
     std::vector<Agreement> agreed;
@@ -61,14 +89,24 @@ class Negotiator {
   };
   struct Set {
     std::vector<int> ranks;  // global ranks, ascending
+    bool removed = false;
     std::unordered_map<std::string, Pending> pending;
     std::unordered_map<std::string, Group> groups;
   };
 
   int index_in(const Set& set, int rank) const;
-  void complete(uint32_t id, Set& set, const std::string& name, Pending pending);
+  void check(int rank, int index, const Set& set, const Ready& ready) const;
+  bool nobody_missing(const Set& set, const Pending& pending) const;
+  void complete(uint32_t id, Set& set, const std::string& name);
+  std::vector<int64_t> consequence(const Agreement& agreement, std::string& error);
+  void join(int rank, Ready ready);
+  void remove_set(uint32_t id);
 
   std::map<uint32_t, Set> sets_;
+  std::vector<char> joined_;  // by global rank
+  int num_joined_ = 0;
+  std::list<Age> ages_;  // of everything pending, oldest first
+  uint64_t next_age_ = 0;
   std::vector<Decision> decisions_;
 };
 

@@ -60,8 +60,10 @@ struct Operation {
   std::function<void*(const std::vector<int64_t>& shape)> allocate;
   // Runs when the result is in place, before completion (copies back into a strided tensor).
   std::function<void()> finish;
-  std::vector<int64_t> splits;           // alltoall: rows to each rank
-  std::vector<int64_t> received_splits;  // alltoall: rows from each rank, valid when complete
+  std::vector<int64_t> splits;  // alltoall: rows to each rank
+  // What the result is besides a tensor, valid when complete. alltoall: rows from each rank; join:
+  // the last rank; adding a process set: its id.
+  std::vector<int64_t> numbers;
   std::shared_ptr<Completion> completion;
   std::shared_ptr<void> keepalive;  // whatever owns input and output
 };

@@ -1,24 +1,12 @@
 #include "core/planner.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "kernels/reduce_cpu.h"
 
 namespace hvdtorch {
 namespace {
-
-bool fusable(const OpDesc& a, const OpDesc& b) {
-  if (a.process_set != b.process_set || a.kind != b.kind || !(a.device == b.device)) return false;
-  switch (a.kind) {
-    case OpKind::kAllreduce:
-      return a.dtype == b.dtype && a.op == b.op && same_factor(a.prescale, b.prescale) &&
-             same_factor(a.postscale, b.postscale);
-    case OpKind::kBroadcast:  // bytes are bytes
-      return a.root == b.root;
-    default:
-      return false;
-  }
-}
 
 std::string concatenate(const std::vector<std::string>& parts) {
   std::string all;
@@ -35,6 +23,7 @@ bool may_inline(const OpDesc& desc, int64_t inline_limit, int set_size) noexcept
   const int64_t limit = std::min(inline_limit, kMaxTotal / set_size);
   switch (desc.kind) {
     case OpKind::kAllreduce:
+      return desc.op != ReduceOp::kAdasum && desc.bytes() <= limit;
     case OpKind::kAllgather:
     case OpKind::kBroadcast:
       return desc.bytes() <= limit;
@@ -53,42 +42,58 @@ Layout layout_of(const Launch& launch) {
   return layout;
 }
 
-void Planner::add(Decision decision, int64_t divisor) {
-  if (decision.error) {
-    immediate_.emplace_back(std::move(*decision.error));
-    return;
-  }
+std::optional<Launch> Planner::add(Decision decision) {
   Launch inlined;
   inlined.inlined = true;
   for (Agreement& agreement : decision.agreed) {
     const OpDesc& desc = *agreement.desc;
-    LaunchItem item{agreement.desc, std::move(agreement.rows), {}};
+    LaunchItem item{agreement.desc, std::move(agreement.numbers), {}};
     const auto& payloads = agreement.payloads;
-    if (desc.kind == OpKind::kBarrier) {
-      inlined.items.push_back(std::move(item));
+    if (desc.kind >= OpKind::kBarrier) {
+      // Nothing but the fact that all are here.
     } else if (payloads.empty()) {
       queued_bytes_ += desc.bytes();
-      queue_.push_back(std::move(item));
+      queue_.push_back({std::move(item), std::move(agreement.absent)});
+      continue;
     } else if (desc.kind == OpKind::kBroadcast) {
       item.result = payloads[static_cast<size_t>(desc.root)];
-      inlined.items.push_back(std::move(item));
     } else if (desc.kind == OpKind::kAllgather) {
       item.result = concatenate(payloads);
-      inlined.items.push_back(std::move(item));
     } else {
-      const auto bytes = static_cast<size_t>(desc.bytes());
-      const Reduction reduction{desc.dtype, desc.op, desc.prescale, desc.postscale, divisor};
+      const Reduction reduction{
+          desc.dtype, desc.op, desc.prescale, desc.postscale,
+          average_divisor(size_, agreement.absent, options_.average_over_active)};
       std::vector<const void*> sources;
-      for (const auto& payload : payloads) {
-        sources.push_back(payload.data());
+      for (size_t i = 0; i < payloads.size(); ++i) {
+        if (!std::binary_search(agreement.absent.begin(), agreement.absent.end(), i)) {
+          sources.push_back(payloads[i].data());
+        }
       }
-      item.result.resize(bytes);
+      item.result.resize(static_cast<size_t>(desc.bytes()));
       reduce(reduction, item.result.data(), sources.data(), static_cast<int>(sources.size()),
              desc.numel());
-      inlined.items.push_back(std::move(item));
     }
+    inlined.absent = agreement.absent;  // the members of a group were submitted by the same ranks
+    inlined.items.push_back(std::move(item));
   }
-  if (!inlined.items.empty()) immediate_.emplace_back(std::move(inlined));
+  if (inlined.items.empty()) return std::nullopt;
+  return inlined;
+}
+
+bool Planner::fusable(const Launch& launch, const Queued& queued) const {
+  const OpDesc& a = *launch.items.front().desc;
+  const OpDesc& b = *queued.item.desc;
+  if (a.kind != b.kind || !(a.device == b.device) || launch.absent != queued.absent) return false;
+  if (!options_.group_fusion && a.group != b.group) return false;
+  switch (a.kind) {
+    case OpKind::kAllreduce:
+      return a.dtype == b.dtype && a.op == b.op && same_factor(a.prescale, b.prescale) &&
+             same_factor(a.postscale, b.postscale);
+    case OpKind::kBroadcast:  // bytes are bytes
+      return a.root == b.root;
+    default:
+      return false;
+  }
 }
 
 std::vector<Launch> Planner::plan() {
@@ -96,22 +101,22 @@ std::vector<Launch> Planner::plan() {
   std::vector<int64_t> bytes;
   // How many open launches a tensor is compared with: bounds the work when nothing fits together.
   constexpr size_t kLookBack = 8;
-  for (LaunchItem& item : queue_) {
-    const int64_t size = item.desc->bytes();
+  for (Queued& queued : queue_) {
+    const int64_t size = queued.item.desc->bytes();
     size_t home = launches.size();
     const size_t oldest = launches.size() > kLookBack ? launches.size() - kLookBack : 0;
     for (size_t i = oldest; i < launches.size(); ++i) {
-      if (bytes[i] + size <= threshold_ && fusable(*launches[i].items.front().desc, *item.desc)) {
+      if (bytes[i] + size <= options_.fusion_threshold && fusable(launches[i], queued)) {
         home = i;
         break;
       }
     }
     if (home == launches.size()) {
-      launches.emplace_back();
+      launches.emplace_back().absent = std::move(queued.absent);
       bytes.push_back(0);
     }
     bytes[home] += size;
-    launches[home].items.push_back(std::move(item));
+    launches[home].items.push_back(std::move(queued.item));
   }
   queue_.clear();
   queued_bytes_ = 0;

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -36,29 +37,44 @@ struct Layout {
 inline constexpr int64_t kAlignment = 64;
 Layout layout_of(const Launch& launch);
 
+// What an Average over a set of `size` ranks divides by when some are absent.
+inline int64_t average_divisor(int size, const std::vector<int>& absent,
+                               bool average_over_active) noexcept {
+  return size - (average_over_active ? static_cast<int64_t>(absent.size()) : 0);
+}
+
+// The queue of one process set.
 class Planner {
  public:
-  // Bytes; 0 turns fusion off.
-  explicit Planner(int64_t fusion_threshold) : threshold_(fusion_threshold) {}
+  struct Options {
+    int64_t fusion_threshold = 0;      // bytes; 0 turns fusion off
+    bool group_fusion = true;          // false: a group is fused with nothing but itself
+    bool average_over_active = false;  // see average_divisor()
+  };
+  Planner(int size, Options options) : size_(size), options_(options) {}
 
-  // `divisor`: what an Average divides by. Inline results are computed here.
-  void add(Decision decision, int64_t divisor);
-
-  // Entries that need no data transport (inline results, barriers, errors): always due at once.
-  std::vector<Entry> take_immediate() { return std::exchange(immediate_, {}); }
+  // Takes an agreement (no error). What needs no data transport (inline results, which are computed
+  // here, and barriers) is returned: it is due at once.
+  std::optional<Launch> add(Decision decision);
 
   bool idle() const noexcept { return queue_.empty(); }
-  int64_t queued_bytes() const noexcept { return queued_bytes_; }
+  bool full() const noexcept { return queued_bytes_ >= options_.fusion_threshold; }
 
   // Everything queued, fused under the threshold; looks past members that do not fit, keeping the
   // order among those.
   std::vector<Launch> plan();
 
  private:
-  int64_t threshold_;
+  struct Queued {
+    LaunchItem item;
+    std::vector<int> absent;
+  };
+  bool fusable(const Launch& launch, const Queued& queued) const;
+
+  int size_;
+  Options options_;
   int64_t queued_bytes_ = 0;
-  std::deque<LaunchItem> queue_;
-  std::vector<Entry> immediate_;
+  std::deque<Queued> queue_;
 };
 
 }  // namespace hvdtorch

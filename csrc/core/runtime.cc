@@ -1,6 +1,7 @@
 #include "core/runtime.h"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "core/thread.h"
@@ -20,30 +21,25 @@ std::string failure_text(const std::string& name, const std::string& cause) {
 }  // namespace
 
 Runtime::Runtime(RuntimeOptions options, std::unique_ptr<Channel> channel,
-                 std::shared_ptr<Transport> transport)
+                 TransportFactory open_transport)
     : options_(std::move(options)),
+      open_transport_(std::move(open_transport)),
       channel_(std::move(channel)),
       statement_slots_(options_.cache_capacity),
       log_slots_(options_.cache_capacity) {
-  Executor::Hooks hooks;
-  hooks.complete = [this](const auto& op, const auto& error) {
-    complete(op, error.empty() ? error : failure_text(op->desc->name, error));
-  };
-  hooks.await_cause = [this](const std::string& text) { return await_cause(text); };
-  hooks.launch_finished = [this] {
-    if (gathering_) channel_->wake();
-  };
-  executor_ = std::make_unique<Executor>(std::move(hooks), options_.core);
-  executor_->add_transport(0, std::move(transport));
+  std::vector<int> everyone(static_cast<size_t>(options_.size));
+  std::iota(everyone.begin(), everyone.end(), 0);
+  open_set(0, std::move(everyone));
   if (options_.rank == 0) {
     Coordinator::Options c;
     c.size = options_.size;
     c.hosts = options_.hosts;
-    c.fusion_threshold = options_.fusion_threshold;
+    c.planner = options_.planner;
     c.cycle_time = options_.cycle_time;
     c.cache_capacity = options_.cache_capacity;
     c.cause_grace = options_.cause_grace / 2;
-    c.divisor = [this](uint32_t set) { return executor_->divisor(set); };
+    c.stall_warn_after = options_.stall_warn_after;
+    c.stall_stop_after = options_.stall_stop_after;
     coordinator_.emplace(std::move(c));
   }
   SignalsBlocked blocked;
@@ -56,6 +52,12 @@ void Runtime::submit(std::vector<std::shared_ptr<Operation>> operations) {
   std::lock_guard lock(mutex_);
   if (stopping_) throw InternalError("hvd.shutdown() was called: call hvd.init() first");
   if (down_) throw InternalError("this job cannot run collectives any more: " + *down_);
+  const OpDesc& one = *operations.front()->desc;
+  const auto set = sets_.find(one.process_set);
+  if (set == sets_.end() || set->second.index < 0) {
+    throw std::invalid_argument(one.name + ": this rank is not a member of process set " +
+                                std::to_string(one.process_set) + ", or the set was removed");
+  }
   for (size_t i = 0; i < operations.size(); ++i) {
     const OpDesc& desc = *operations[i]->desc;
     if (in_flight_.try_emplace(key_of(desc), InFlight{operations[i], false}).second) continue;
@@ -71,6 +73,24 @@ void Runtime::submit(std::vector<std::shared_ptr<Operation>> operations) {
   if (first) channel_->wake();
 }
 
+std::vector<int> Runtime::members(uint32_t process_set) const {
+  std::lock_guard lock(mutex_);
+  const auto set = sets_.find(process_set);
+  if (set == sets_.end()) {
+    throw std::invalid_argument("there is no process set " + std::to_string(process_set) +
+                                ", or it was removed");
+  }
+  return set->second.ranks;
+}
+
+void Runtime::excuse(double seconds) {
+  {
+    std::lock_guard lock(mutex_);
+    excuse_ = seconds;
+  }
+  channel_->wake();
+}
+
 void Runtime::stop(const std::string& reason) noexcept {
   std::lock_guard once(stop_mutex_);
   if (stopped_) return;
@@ -82,7 +102,10 @@ void Runtime::stop(const std::string& reason) noexcept {
   }
   channel_->wake();
   control_thread_.join();
-  executor_->stop();
+  for (auto& [id, set] : sets_) {
+    if (set.executor) set.executor->stop();
+  }
+  for (auto& executor : retired_) executor->stop();
 }
 
 std::string Runtime::down_text() const {
@@ -91,7 +114,12 @@ std::string Runtime::down_text() const {
 }
 
 std::vector<int> Runtime::thread_ids() const {
-  return {control_thread_id_.load(), executor_->thread_id()};
+  std::vector<int> ids = {control_thread_id_.load()};
+  std::lock_guard lock(mutex_);
+  for (const auto& [id, set] : sets_) {
+    if (set.executor) ids.push_back(set.executor->thread_id());
+  }
+  return ids;
 }
 
 // --- control thread ---------------------------------------------------------------------------
@@ -129,10 +157,12 @@ void Runtime::take_submissions() {
   // holder may be waiting for the mutex.
   std::vector<std::shared_ptr<Operation>> fresh;
   std::optional<std::string> failure;
+  std::optional<double> excuse;
   bool down, lone;
   {
     std::lock_guard lock(mutex_);
     fresh.swap(submitted_);
+    excuse.swap(excuse_);
     lone = fresh.size() == 1 && in_flight_.size() == 1;
     down = down_.has_value();
     if (transfer_failure_ && !down_) failure = std::exchange(transfer_failure_, std::nullopt);
@@ -149,20 +179,37 @@ void Runtime::take_submissions() {
     }
   };
   for (auto& op : fresh) {
+    const OpDesc& desc = *op->desc;
     Ready ready{op->desc, std::nullopt};
-    if (may_inline(*op->desc, inline_limit, options_.size)) {
-      const bool silent = op->desc->kind == OpKind::kBroadcast && op->desc->root != options_.rank;
+    const auto set = sets_.find(desc.process_set);
+    if (set == sets_.end()) {  // removed since it was submitted
+      complete(op,
+               desc.name + ": process set " + std::to_string(desc.process_set) + " was removed");
+      continue;
+    }
+    const bool changes_sets =
+        desc.kind == OpKind::kAddProcessSet || desc.kind == OpKind::kRemoveProcessSet;
+    if (changes_sets ||
+        may_inline(desc, inline_limit, static_cast<int>(set->second.ranks.size()))) {
+      const bool silent = desc.kind == OpKind::kBroadcast && desc.root != set->second.index;
       ready.payload.emplace(silent ? std::string_view()
                                    : std::string_view(static_cast<const char*>(op->input),
-                                                      static_cast<size_t>(op->desc->bytes())));
+                                                      static_cast<size_t>(desc.bytes())));
     }
     say(std::move(ready));
   }
+  for (auto& [id, set] : sets_) {
+    if (coordinator_ || !set.executor) continue;
+    if (const int finished = set.executor->take_finished(); finished != 0) {
+      say(Finished{id, static_cast<uint32_t>(finished)});
+    }
+  }
+  if (excuse) say(Excuse{*excuse});
   if (failure) say(Failed{std::move(*failure)});
   if (!frame.empty()) send(0, frame);
 }
 
-void Runtime::send(int rank, const std::string& frame) {
+void Runtime::send(int rank, std::string_view frame) {
   stats_.frames_sent.fetch_add(1, std::memory_order_relaxed);
   stats_.frame_bytes_sent.fetch_add(frame.size(), std::memory_order_relaxed);
   channel_->send(rank, frame);
@@ -199,22 +246,30 @@ void Runtime::on_coordinator_lost(const std::string& why) {
 }
 
 void Runtime::run_coordinator() {
+  const auto any_finished = [this] {
+    return std::any_of(sets_.begin(), sets_.end(), [](const auto& set) {
+      return set.second.executor && set.second.executor->any_finished();
+    });
+  };
   do {
-    for (int n = executor_->take_finished(); n > 0; --n) coordinator_->on_launch_finished();
+    for (auto& [id, set] : sets_) {
+      if (!set.executor) continue;
+      if (const int n = set.executor->take_finished(); n > 0) {
+        coordinator_->on_launches_finished(id, n);
+      }
+    }
     std::vector<Entry> entries = coordinator_->take_entries(Clock::now());
     append(entries);
     for (Entry& entry : entries) apply(std::move(entry));
-    gathering_ = coordinator_->gathering();
+    report_finished_ = coordinator_->gathering();
     // A launch that finished before the flag was set did not wake this thread.
-  } while (gathering_ && executor_->any_finished());
+  } while (report_finished_ && any_finished());
 }
 
 void Runtime::append(const std::vector<Entry>& entries) {
   if (options_.size == 1 || entries.empty()) return;
-  const std::string frame = coordinator_->encode(entries);
-  for (int rank = 1; rank < options_.size; ++rank) {
-    if (!coordinator_->departed(rank)) send(rank, frame);
-  }
+  coordinator_->distribute(entries,
+                           [this](int rank, std::string_view frame) { send(rank, frame); });
 }
 
 void Runtime::apply(Entry entry) {
@@ -237,6 +292,10 @@ void Runtime::apply(Entry entry) {
 }
 
 void Runtime::apply_launch(Launch launch) {
+  const auto found = sets_.find(launch.items.front().desc->process_set);
+  if (found == sets_.end()) return;
+  const Set& set = found->second;
+  if (std::binary_search(launch.absent.begin(), launch.absent.end(), set.index)) return;
   Work work;
   {
     std::lock_guard lock(mutex_);
@@ -254,22 +313,74 @@ void Runtime::apply_launch(Launch launch) {
     ++launches_;
     stats_.launches.fetch_add(1, std::memory_order_relaxed);
     stats_.launched_tensors.fetch_add(work.operations.size(), std::memory_order_relaxed);
+    // The lowest rank that takes part reports. (The absent are ascending.)
+    int lowest = 0;
+    for (int rank : launch.absent) lowest += rank == lowest;
+    work.reported = set.index == lowest;
     work.launch = std::move(launch);
-    executor_->submit(std::move(work));
+    set.executor->submit(std::move(work));
     return;
   }
   stats_.inlined_tensors.fetch_add(work.operations.size(), std::memory_order_relaxed);
   for (size_t i = 0; i < work.operations.size(); ++i) {
-    const LaunchItem& item = launch.items[i];
     const auto& op = work.operations[i];
     std::string error;
     try {
-      place_inline_result(item, *op);
+      apply_inlined(launch.items[i], *op);
     } catch (const std::exception& failure) {
       error = failure_text(op->desc->name, failure.what());
     }
     complete(op, error);
   }
+}
+
+void Runtime::apply_inlined(const LaunchItem& item, Operation& op) {
+  if (op.desc->kind == OpKind::kAddProcessSet) {
+    const auto* ranks = static_cast<const int64_t*>(op.input);
+    open_set(static_cast<uint32_t>(item.numbers.at(0)), {ranks, ranks + op.desc->numel()});
+  } else if (op.desc->kind == OpKind::kRemoveProcessSet) {
+    close_set(static_cast<uint32_t>(*static_cast<const int64_t*>(op.input)));
+  }
+  place_inline_result(item, op);
+}
+
+void Runtime::open_set(uint32_t id, std::vector<int> ranks) {
+  Set set;
+  set.ranks = std::move(ranks);
+  const auto it = std::lower_bound(set.ranks.begin(), set.ranks.end(), options_.rank);
+  if (it != set.ranks.end() && *it == options_.rank) {
+    set.index = static_cast<int>(it - set.ranks.begin());
+    Executor::Hooks hooks;
+    hooks.complete = [this](const auto& op, const auto& error) {
+      complete(op, error.empty() ? error : failure_text(op->desc->name, error));
+    };
+    hooks.await_cause = [this](const std::string& text) { return await_cause(text); };
+    hooks.launch_finished = [this] {
+      if (options_.rank != 0 || report_finished_) channel_->wake();
+    };
+    hooks.open_transport = [this, id, all = set.ranks](const std::vector<int>& members) {
+      std::vector<int> global;
+      for (int member : members) global.push_back(all[static_cast<size_t>(member)]);
+      return open_transport_(id, global);
+    };
+    set.executor = std::make_unique<Executor>(
+        std::move(hooks), Executor::Options{static_cast<int>(set.ranks.size()),
+                                            options_.planner.average_over_active, options_.core});
+  }
+  std::lock_guard lock(mutex_);
+  sets_.insert_or_assign(id, std::move(set));
+}
+
+void Runtime::close_set(uint32_t id) {
+  log_slots_.forget(id);
+  std::lock_guard lock(mutex_);
+  const auto it = sets_.find(id);
+  if (it == sets_.end()) return;
+  if (it->second.executor) {
+    it->second.executor->retire();  // what the set agreed on before is still carried out
+    retired_.push_back(std::move(it->second.executor));
+  }
+  sets_.erase(it);
 }
 
 void Runtime::apply_down(const Down& down) {
@@ -287,12 +398,30 @@ void Runtime::apply_down(const Down& down) {
     cause_known_.notify_all();
   }
   for (const auto& op : failed) complete(op, failure_text(op->desc->name, down.text));
-  if (down.abort && !std::exchange(aborted_, true)) executor_->abort(down.text);
+  if (!down.abort || std::exchange(aborted_, true)) return;
+  for (auto& [id, set] : sets_) {
+    if (set.executor) set.executor->abort(down.text);
+  }
+  for (auto& executor : retired_) executor->abort(down.text);
+}
+
+// True once everything launched is finished; false if `limit` passes first.
+bool Runtime::drain(std::chrono::milliseconds limit) {
+  const auto deadline = Clock::now() + limit;
+  const auto drained = [&](const std::unique_ptr<Executor>& executor) {
+    const auto left =
+        std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
+    return !executor || executor->drain(std::max(left, std::chrono::milliseconds(0)));
+  };
+  bool all = true;
+  for (auto& [id, set] : sets_) all &= drained(set.executor);
+  for (auto& executor : retired_) all &= drained(executor);
+  return all;
 }
 
 void Runtime::leave() {
   // Launched operations may finish: their peers count on this rank.
-  const bool clean = executor_->drain(options_.leave_grace);
+  const bool clean = drain(options_.leave_grace);
   std::string reason;
   {
     std::lock_guard lock(mutex_);
@@ -306,7 +435,7 @@ void Runtime::leave() {
     send(0, frame);
   }
   apply_down(Down{"hvd.shutdown() was called on this rank first", !clean, true});
-  executor_->drain(options_.leave_grace);
+  drain(options_.leave_grace);
   channel_->close(options_.leave_grace);
 }
 

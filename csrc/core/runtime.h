@@ -1,15 +1,17 @@
-// Runtime: one rank's part of the job. Owns the control thread, and one pointer to each of the
-// channel, the executor and, on rank 0, the coordinator's negotiator and planner. It routes what
-// they say to each other and holds no algorithm of its own.
+// Runtime: one rank's part of the job. Owns the control thread, the channel, an executor for each
+// of its process sets and, on rank 0, the coordinator. It routes what they say to each other and
+// holds no algorithm of its own.
 //
-// Threads: any thread submits; the control thread talks to the other ranks; the executor's thread
-// moves data. `mutex_` guards what they share: operations in flight and the job's state.
+// Threads: any thread submits; the control thread talks to the other ranks; the executors' threads
+// move data. `mutex_` guards what they share: process sets, operations in flight, the job's state.
 #pragma once
 
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -36,7 +38,7 @@ struct RuntimeOptions {
   int rank = 0;
   int size = 1;
   std::vector<std::string> hosts;  // by rank; for error texts
-  int64_t fusion_threshold = 128 << 20;
+  Planner::Options planner{.fusion_threshold = 128 << 20};
   std::chrono::microseconds cycle_time{1000};
   uint32_t cache_capacity = 1024;
   int64_t inline_limit = 1024;
@@ -44,6 +46,9 @@ struct RuntimeOptions {
   int core = -1;                  // for both threads; -1: any
   // How long a failed transfer waits for its cause to be known before it is reported as it is.
   std::chrono::milliseconds cause_grace{3000};
+  // Of the stall report; 0: never.
+  std::chrono::milliseconds stall_warn_after{0};
+  std::chrono::milliseconds stall_stop_after{0};
   // How long stop() lets launched operations finish, and then peers take their leave.
   std::chrono::milliseconds leave_grace{2000};
 };
@@ -57,16 +62,27 @@ struct RuntimeStats {
   std::atomic<uint64_t> frame_bytes_sent{0};
 };
 
+// Makes a transport among `ranks` (global, ascending, this one included). Transports of different
+// process sets are used at the same time. Any thread.
+using TransportFactory =
+    std::function<std::shared_ptr<Transport>(uint32_t process_set, const std::vector<int>& ranks)>;
+
 class Runtime {
  public:
-  // `transport` spans the global process set.
   Runtime(RuntimeOptions options, std::unique_ptr<Channel> channel,
-          std::shared_ptr<Transport> transport);
+          TransportFactory open_transport);
   ~Runtime();
 
   // Submits one operation, or all members of a group at once. Throws DuplicateName if a name is in
-  // flight on this rank, InternalError if the job is down; then nothing was submitted.
+  // flight on this rank, std::invalid_argument if this rank is not in the process set or there is
+  // none, InternalError if the job is down; then nothing was submitted.
   void submit(std::vector<std::shared_ptr<Operation>> operations);
+
+  // The ranks of a process set, ascending. std::invalid_argument if there is no such set.
+  std::vector<int> members(uint32_t process_set) const;
+
+  // For so many seconds this rank may submit nothing without being reported; 0: it is back.
+  void excuse(double seconds);
 
   // Leaves the job and joins the threads. What is pending here fails; the other ranks are told
   // `reason` ("" is a plain shutdown). Idempotent.
@@ -88,6 +104,13 @@ class Runtime {
     bool launched = false;
   };
 
+  // A process set, as this rank knows it.
+  struct Set {
+    std::vector<int> ranks;              // global, ascending
+    int index = -1;                      // of this rank among them; -1: not a member
+    std::unique_ptr<Executor> executor;  // members only
+  };
+
   void control_loop();
   void take_submissions();
   void handle(const Channel::Event& event);
@@ -97,8 +120,12 @@ class Runtime {
   void append(const std::vector<Entry>& entries);
   void apply(Entry entry);
   void apply_launch(Launch launch);
+  void apply_inlined(const LaunchItem& item, Operation& op);
   void apply_down(const Down& down);
-  void send(int rank, const std::string& frame);
+  void open_set(uint32_t id, std::vector<int> ranks);
+  void close_set(uint32_t id);
+  bool drain(std::chrono::milliseconds limit);
+  void send(int rank, std::string_view frame);
   void leave();
   std::optional<Clock::time_point> deadline() const;
 
@@ -106,13 +133,16 @@ class Runtime {
   std::string await_cause(const std::string& text);
 
   const RuntimeOptions options_;
+  const TransportFactory open_transport_;
   std::unique_ptr<Channel> channel_;
   RuntimeStats stats_;
 
   mutable std::mutex mutex_;
   std::condition_variable cause_known_;
+  std::map<uint32_t, Set> sets_;                         // changed by the control thread only
   std::unordered_map<std::string, InFlight> in_flight_;  // by process set and full name
   std::vector<std::shared_ptr<Operation>> submitted_;    // not yet seen by the control thread
+  std::optional<double> excuse_;                         // not yet seen by it
   std::optional<std::string> down_;
   std::optional<std::string> transfer_failure_;  // set by the executor, told by the control thread
   bool stopping_ = false;
@@ -121,14 +151,14 @@ class Runtime {
 
   // Control thread only.
   SlotWriter statement_slots_;
-  SlotReader log_slots_;
-  std::optional<Coordinator> coordinator_;  // rank 0
+  LogSlots log_slots_;
+  std::optional<Coordinator> coordinator_;          // rank 0
+  std::vector<std::unique_ptr<Executor>> retired_;  // of removed sets
   bool aborted_ = false;
   bool log_ended_ = false;  // the coordinator took its leave
   uint64_t launches_ = 0;   // taken from the log, through the transport
 
-  std::unique_ptr<Executor> executor_;
-  std::atomic<bool> gathering_{false};  // tensors wait for a launch to finish (rank 0)
+  std::atomic<bool> report_finished_{false};  // somebody waits for launches to finish
   std::atomic<int> control_thread_id_{0};
   std::thread control_thread_;
   std::mutex stop_mutex_;

@@ -48,7 +48,8 @@ static_assert(rows_are_in_order(), "kDataTypes is indexed by DataType");
 constexpr std::array<const char*, kNumReduceOps> kReduceOps = {"Average", "Sum", "Adasum",
                                                                "Min",     "Max", "Product"};
 constexpr std::array<const char*, kNumOpKinds> kOpKinds = {
-    "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier"};
+    "allreduce", "allgather", "broadcast",       "alltoall",          "reducescatter",
+    "barrier",   "join",      "add_process_set", "remove_process_set"};
 
 // Names are asked for in error texts too, about values that came from a peer: never out of range.
 constexpr DataTypeRow kUnknown = {DataType::kBool, "unknown", 0, Family::kBool};

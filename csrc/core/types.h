@@ -51,8 +51,13 @@ enum class OpKind : uint8_t {
   kAlltoall,
   kReducescatter,
   kBarrier,
+  // About the job itself, on the global set.
+  kJoin,
+  kAddProcessSet,     // the payload holds the ranks, int64
+  kRemoveProcessSet,  // the payload holds the id, int64
 };
-inline constexpr int kNumOpKinds = 6;
+inline constexpr int kNumOpKinds = 9;
+inline constexpr int kNumDataKinds = 6;  // those before kJoin
 
 enum class DeviceKind : uint8_t { kCpu = 0, kCuda = 1 };
 

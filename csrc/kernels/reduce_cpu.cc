@@ -17,6 +17,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "kernels/adasum_cpu.h"
 #include "kernels/float_formats.h"
 
 #if defined(__x86_64__)
@@ -417,7 +418,7 @@ Kernel find_kernel(const Reduction& reduction) {
       return row.max;
     case ReduceOp::kProduct:
       return row.product;
-    case ReduceOp::kAdasum:
+    case ReduceOp::kAdasum:  // of whole tensors: adasum_cpu.h
       return nullptr;
   }
   return nullptr;
@@ -428,8 +429,12 @@ Kernel find_kernel(const Reduction& reduction) {
 std::string why_not_reducible(const Reduction& reduction) {
   const std::string what = std::string(name_of(reduction.op)) + " of " + name_of(reduction.dtype);
   const bool is_bool = reduction.dtype == DataType::kBool;
+  if (reduction.op == ReduceOp::kAdasum) {
+    return has_adasum(reduction.dtype)
+               ? ""
+               : what + " is not available: cast to float16, bfloat16, float32 or float64 first";
+  }
   if (find_kernel(reduction) == nullptr) {
-    if (reduction.op == ReduceOp::kAdasum) return what + " is not available for CPU tensors";
     if (is_bool) return what + " has no meaning: use Sum (logical or), or cast to a number first";
     if (is_complex(reduction.dtype)) return what + " has no meaning: complex numbers have no order";
     return what + " is not available";
@@ -451,6 +456,7 @@ void reduce(const Reduction& reduction, void* dst, const void* const* srcs, int 
     if (dst != srcs[0] && count > 0) std::memcpy(dst, srcs[0], count * size_of(reduction.dtype));
     return;
   }
+  if (reduction.op == ReduceOp::kAdasum) return adasum_reduce(reduction, dst, srcs, nsrc, count);
   find_kernel(reduction)(reduction, dst, srcs, nsrc, count);
 }
 

@@ -22,6 +22,7 @@ namespace hvdtorch {
 //   for 64-bit), quotient truncated toward zero, then wrapped to the dtype, then postscaled;
 // - integer Sum/Product wrap as the dtype does; bool: Sum = or, Product = and, Min = and,
 //   Max = or, scale factors other than 1 and Average are refused;
+// - Adasum: not by element but of whole tensors (kernels/adasum_cpu.h); floats of 16 bits and more;
 // - Min/Max propagate NaN. Overflow to a narrow float does what torch's conversion does.
 struct Reduction {
   DataType dtype = DataType::kFloat32;
@@ -34,7 +35,8 @@ struct Reduction {
 // Empty when `reduction` can be computed, else one sentence that says why not.
 std::string why_not_reducible(const Reduction& reduction);
 
-// dst[i] = reduction over r of srcs[r][i], for i in [0, count). srcs are in rank order. dst may be
+// dst[i] = reduction over r of srcs[r][i], for i in [0, count); for Adasum the count elements are
+// one tensor. srcs are in rank order. dst may be
 // exactly one of the srcs, and must not overlap any of them otherwise. No alignment is assumed
 // beyond the dtype's own. nsrc >= 1: with nsrc == 1 the factors and the divisor still apply.
 // Precondition: why_not_reducible(reduction).empty().

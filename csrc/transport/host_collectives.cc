@@ -12,33 +12,22 @@
 
 #include <algorithm>
 #include <cstring>
-#include <deque>
 #include <functional>
 #include <numeric>
 #include <utility>
 
+#include "transport/host_messages.h"
+
 namespace hvdtorch {
 namespace {
-
-// A tag is 2 * (number of the collective, modulo kCalls) + phase. A rank can be one collective
-// ahead of another, never more than a few, so that a number is long out of use when it comes again.
-constexpr int kCalls = 512;
-constexpr int kPhases = 2;
-constexpr int kFirstPhase = 0;   // contributions, scattered slices, everything of one phase
-constexpr int kSecondPhase = 1;  // results, slices passed on
 
 constexpr int64_t kAlignment = 64;  // bytes: a cache line, and a multiple of every dtype's size
 
 int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 int64_t align_up(int64_t bytes) { return divide_up(bytes, kAlignment) * kAlignment; }
 
-struct Span {
-  std::byte* data;
-  int64_t bytes;
-};
-
 // Chunk i of a span that is cut into chunks of the given length; empty beyond the span's end.
-Span chunk_at(const Span& span, int64_t chunk, int64_t i) {
+ByteSpan chunk_at(const ByteSpan& span, int64_t chunk, int64_t i) {
   const int64_t begin = std::min(i * chunk, span.bytes);
   return {span.data + begin, std::min(chunk, span.bytes - begin)};
 }
@@ -47,9 +36,9 @@ Span chunk_at(const Span& span, int64_t chunk, int64_t i) {
 struct Slices {
   Slices(std::byte* data, int64_t total, int ranks)
       : whole{data, total}, length(align_up(divide_up(total, ranks))) {}
-  Span operator[](int rank) const { return chunk_at(whole, length, rank); }
+  ByteSpan operator[](int rank) const { return chunk_at(whole, length, rank); }
 
-  Span whole;
+  ByteSpan whole;
   int64_t length;
 };
 
@@ -97,47 +86,6 @@ void HostCollectives::LiveRequests::throw_if_aborted() const {
   if (why_) throw TransportError(*why_);
 }
 
-// Posted messages of the running collective, which are waited for in order of posting. Those that
-// were not waited for, after a failure, are aborted before the memory they use can go. Messages of
-// no bytes are not sent: both sides know the length.
-class HostCollectives::Messages {
- public:
-  explicit Messages(HostCollectives& owner) : owner_(owner) {}
-  Messages(const Messages&) = delete;
-  Messages& operator=(const Messages&) = delete;
-  ~Messages() {
-    for (auto& request : posted_) {
-      request->abort();
-      owner_.live_.remove(request.get());
-    }
-  }
-
-  void send(const Span& span, int to, int phase) {
-    if (span.bytes > 0) keep(owner_.link_->send(span.data, span.bytes, to, owner_.tag_ + phase));
-  }
-  void recv(const Span& span, int from, int phase) {
-    if (span.bytes > 0) keep(owner_.link_->recv(span.data, span.bytes, from, owner_.tag_ + phase));
-  }
-
-  void wait_for_first() {
-    posted_.front()->wait();
-    owner_.live_.remove(posted_.front().get());
-    posted_.pop_front();
-  }
-  void wait() {
-    while (!posted_.empty()) wait_for_first();
-  }
-
- private:
-  void keep(std::unique_ptr<PointToPoint::Request> request) {
-    posted_.push_back(std::move(request));
-    owner_.live_.add(posted_.back().get());
-  }
-
-  HostCollectives& owner_;
-  std::deque<std::unique_ptr<PointToPoint::Request>> posted_;
-};
-
 HostCollectives::HostCollectives(std::shared_ptr<PointToPoint> link, const CollectiveSizes& sizes)
     : link_(std::move(link)),
       rank_(link_->rank()),
@@ -146,20 +94,6 @@ HostCollectives::HostCollectives(std::shared_ptr<PointToPoint> link, const Colle
       peers_(ranks_after(rank_, size_)) {}
 
 HostCollectives::~HostCollectives() = default;
-
-// Every collective runs in here. Whatever goes wrong in it is the end of this transport: peers are
-// left in the middle of the collective, so no later message could be told from a lost one.
-template <typename Body>
-void HostCollectives::run(Body&& body) {
-  live_.throw_if_aborted();
-  tag_ = (tag_ + kPhases) % (kCalls * kPhases);
-  try {
-    body();
-  } catch (const std::exception& error) {
-    live_.abort(error.what());
-  }
-  live_.throw_if_aborted();
-}
 
 void HostCollectives::abort(const std::string& why) noexcept { live_.abort(why); }
 
@@ -220,12 +154,12 @@ void HostCollectives::allreduce_direct(const Reduction& reduction, std::byte* da
 
 // What reduce_pipelined() reduces: this rank's share of it, chunk by chunk.
 struct HostCollectives::Pipeline {
-  int64_t chunk;                                          // bytes of a chunk
-  int64_t chunks;                                         // per share, of the longest
-  std::function<Span(int rank, int64_t i)> contribution;  // to chunk i of that rank's share
-  std::function<std::byte*(int64_t i)> result;            // where chunk i of my share goes
-  std::function<void(int64_t i)> before;                  // chunk i is posted
-  std::function<void(int64_t i)> after;                   // chunk i of my share is reduced
+  int64_t chunk;                                              // bytes of a chunk
+  int64_t chunks;                                             // per share, of the longest
+  std::function<ByteSpan(int rank, int64_t i)> contribution;  // to chunk i of that rank's share
+  std::function<std::byte*(int64_t i)> result;                // where chunk i of my share goes
+  std::function<void(int64_t i)> before;                      // chunk i is posted
+  std::function<void(int64_t i)> after;                       // chunk i of my share is reduced
 };
 
 // Each rank receives all contributions to its share and reduces them. Two chunks are on their way
@@ -250,7 +184,7 @@ void HostCollectives::reduce_pipelined(const Reduction& reduction, const Pipelin
   post(1);
   for (int64_t i = 0; i < pipeline.chunks; ++i) {
     (i % 2 == 0 ? even : odd).wait();
-    const Span mine = pipeline.contribution(rank_, i);
+    const ByteSpan mine = pipeline.contribution(rank_, i);
     reduce_from_peers(reduction, pipeline.result(i), mine.data, received + (i % 2) * half,
                       pipeline.chunk, mine.bytes);
     pipeline.after(i);

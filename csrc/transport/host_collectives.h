@@ -32,6 +32,9 @@ struct CollectiveSizes {
 
 class HostCollectives : public Transport {
  public:
+  // Tags that it uses on its link: 0 up to here, not included.
+  static constexpr int kTags = 1024;
+
   explicit HostCollectives(std::shared_ptr<PointToPoint> link, const CollectiveSizes& sizes = {});
   ~HostCollectives() override;
 
@@ -40,6 +43,7 @@ class HostCollectives : public Transport {
   int size() const noexcept override { return size_; }
 
   void allreduce(const Reduction& reduction, void* data, int64_t count) override;
+  void adasum(const Reduction& reduction, void* data, const std::vector<Span>& tensors) override;
   void allgather(const void* in, void* out, const std::vector<int64_t>& bytes) override;
   void broadcast(void* data, int64_t bytes, int root) override;
   void alltoall(const void* in, const std::vector<int64_t>& send_bytes, void* out,

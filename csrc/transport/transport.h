@@ -17,6 +17,11 @@ struct TransportError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+struct Span {  // of elements
+  int64_t offset;
+  int64_t count;
+};
+
 // One method per collective, called by one thread at a time, in the same order on all ranks (the
 // log guarantees it), each returning when the result is in place. All sizes agree by construction.
 // Zero-length spans are legal everywhere.
@@ -27,8 +32,12 @@ class Transport {
   virtual int rank() const noexcept = 0;
   virtual int size() const noexcept = 0;
 
-  // In place. Every rank ends with identical bits.
+  // In place. Every rank ends with identical bits. Any op but kAdasum.
   virtual void allreduce(const Reduction& reduction, void* data, int64_t count) = 0;
+  // Adasum (kernels/adasum_cpu.h), in place: every span of `data` is a tensor of its own, what lies
+  // between spans is left alone. reduction.op is not looked at. Every rank ends with identical
+  // bits.
+  virtual void adasum(const Reduction& reduction, void* data, const std::vector<Span>& tensors) = 0;
   // out = concatenation over r of rank r's `in`; bytes[r] = length of rank r's span.
   // `in` may be out's own slice.
   virtual void allgather(const void* in, void* out, const std::vector<int64_t>& bytes) = 0;

@@ -250,7 +250,9 @@ void random_round(HostCollectives& transport, std::mt19937_64& random) {
   Reduction reduction{static_cast<DataType>(random() % kNumDataTypes),
                       static_cast<ReduceOp>(random() % kNumReduceOps)};
   reduction.divisor = ranks;
-  if (!why_not_reducible(reduction).empty()) reduction.op = ReduceOp::kSum;
+  if (reduction.op == ReduceOp::kAdasum || !why_not_reducible(reduction).empty()) {
+    reduction.op = ReduceOp::kSum;  // Adasum is a collective of its own: adasum_test.cc
+  }
   switch (random() % 6) {
     case 0:
       return check_allreduce(transport, reduction, length(), round);

@@ -10,6 +10,7 @@
 
 #include "channel/local.h"
 #include "channel/tcp.h"
+#include "transport/sub_link.h"
 
 namespace hvdtorch::test {
 
@@ -123,6 +124,7 @@ class SimulatedRanks::StuckTransport final : public Transport {
   int size() const noexcept override { return size_; }
 
   void allreduce(const Reduction&, void*, int64_t) override { stick(); }
+  void adasum(const Reduction&, void*, const std::vector<Span>&) override { stick(); }
   void allgather(const void*, void*, const std::vector<int64_t>&) override { stick(); }
   void broadcast(void*, int64_t, int) override { stick(); }
   void alltoall(const void*, const std::vector<int64_t>&, void*,
@@ -172,24 +174,29 @@ SimulatedRanks::SimulatedRanks(int size, const Setup& setup)
   for (int rank = 0; rank < size; ++rank) {
     if (has(setup.raw, rank)) continue;
     std::unique_ptr<Channel> channel = std::move(raw_[rank]);
-    std::shared_ptr<Transport> transport;
+    TransportFactory factory;
     if (has(setup.mortal, rank)) {
       auto wrapped = std::make_unique<MortalChannel>(std::move(channel));
       mortal_[rank] = wrapped.get();
       channel = std::move(wrapped);
-      transport = stuck_[rank] = std::make_shared<StuckTransport>(rank, size);
+      stuck_[rank] = std::make_shared<StuckTransport>(rank, size);
+      factory = [stuck = stuck_[rank]](uint32_t, const std::vector<int>&) { return stuck; };
     } else {
       // Small sizes: a few KB take the ways of a few MB.
       const CollectiveSizes sizes{
           .direct_allreduce = 512, .tree_broadcast = 256, .least_chunk = 128, .largest_chunk = 512};
-      transport = std::make_shared<HostCollectives>(links_[rank], sizes);
+      factory = [this, rank, sizes](uint32_t set, const std::vector<int>& ranks) {
+        return std::make_shared<HostCollectives>(
+            make_sub_link(links_[rank], ranks, static_cast<int>(set), HostCollectives::kTags),
+            sizes);
+      };
     }
     RuntimeOptions options = setup.options;
     options.rank = rank;
     options.size = size;
     for (int r = 0; r < size; ++r) options.hosts.push_back("host" + std::to_string(r));
     ranks_[rank] =
-        std::make_unique<Runtime>(std::move(options), std::move(channel), std::move(transport));
+        std::make_unique<Runtime>(std::move(options), std::move(channel), std::move(factory));
   }
 }
 

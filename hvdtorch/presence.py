@@ -1,0 +1,68 @@
+"""What a rank says of itself to the others: it has no more data, or it is busy for a while."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from . import _C
+from .operation import JOIN, SUM
+
+
+def join(device: int = -1) -> int:
+    """Say that this rank has no more data, and wait until all ranks have said so.
+
+    Meanwhile the operations of the other ranks go on without this one, in all process sets:
+
+    - reductions are among the ranks that still take part. Average divides by the size of the
+      process set nevertheless, or, with HVDTORCH_JOIN_DIVISOR=active, by their number;
+    - allgather has no rows of a joined rank; alltoall none from it, and drops those for it;
+      reducescatter drops its share;
+    - broadcast from a joined root, and adding or removing a process set, are a
+      `HorovodInternalError` on the ranks that call it.
+
+    What this rank submitted before, asynchronously, still has its part. Afterwards all ranks take
+    part again.
+
+    Parameters
+    ----------
+    device : int
+        Accepted, and of no consequence: a joined rank needs no memory for its part.
+
+    Returns
+    -------
+    The global rank that was the last to join, on all ranks.
+
+    Raises
+    ------
+    HorovodInternalError
+        hvdtorch is not running, or a rank left the job.
+    """
+    handle = _C.submit(
+        JOIN, "join.noname", "join", [], False, False, SUM, 1.0, 1.0, 0, None, 0
+    )
+    handle.wait()
+    _C.renumber_unnamed()
+    return handle.numbers()[0]
+
+
+@contextmanager
+def expected_stall(seconds: float) -> Iterator[None]:
+    """Inside, this rank may submit nothing for up to `seconds` without being reported as stalled.
+
+        with hvd.expected_stall(600):
+            evaluate(model)
+
+    Nor does HVDTORCH_STALL_SHUTDOWN_TIME_SECONDS count that time. Only the rank that keeps the
+    others waiting needs to say so. Raises ValueError unless `seconds` is a positive number,
+    HorovodInternalError if hvdtorch is not running.
+    """
+    if not (isinstance(seconds, (int, float)) and seconds > 0 and not math.isnan(seconds)):
+        raise ValueError(f"expected_stall: seconds must be a positive number, not {seconds!r}")
+    _C.excuse(seconds)
+    try:
+        yield
+    finally:
+        if _C.is_running():
+            _C.excuse(0)
