@@ -189,6 +189,11 @@ ELASTIC = f"elastic training {NOT_YET}"
             "import horovod.torch as hvd; hvd.no_such_name",
             "AttributeError: module 'horovod.torch' has no attribute 'no_such_name'",
         ),
+        # Libraries try this place of old first, and then `horovod` itself.
+        (
+            "from horovod.run.runner import run",
+            "ModuleNotFoundError: No module named 'horovod.run'",
+        ),
         (
             "import horovod.tensorflow",
             "ModuleNotFoundError: No module named 'horovod.tensorflow'",

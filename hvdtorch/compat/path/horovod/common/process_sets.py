@@ -1,5 +1,5 @@
 """`horovod.common.process_sets`."""
 
-from hvdtorch.torch import ProcessSet, global_process_set
+from hvdtorch.torch import ProcessSet, add_process_set, global_process_set, remove_process_set
 
-__all__ = ["ProcessSet", "global_process_set"]
+__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
