@@ -105,6 +105,11 @@ def compressed(
     tensors: Sequence[Tensor], compression: type[Compressor], what: str
 ) -> tuple[list[Tensor], list[Any]]:
     """What travels in place of `tensors`, and what `decompressed` needs to know."""
+    if not all(callable(getattr(compression, m, None)) for m in ("compress", "decompress")):
+        raise TypeError(
+            f"{what}: compression={compression!r} has no methods compress and decompress; pass a "
+            "member of hvd.Compression, or an object with the two"
+        )
     for tensor in tensors:
         check_tensor(tensor, what, in_place=False)
     pairs = [compression.compress(tensor) for tensor in tensors]

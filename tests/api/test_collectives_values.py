@@ -190,52 +190,6 @@ def test_scaled_integers_truncate_toward_zero_before_and_after(cluster):
     cluster.run(scaled_integers)
 
 
-def compressed() -> None:
-    rank, size = hvd.rank(), hvd.size()
-    for compression, wire in (
-        (hvd.Compression.fp16, torch.float16),
-        (hvd.Compression.bf16, torch.bfloat16),
-    ):
-        for dtype in FLOATS:
-            fine = torch.tensor([1 + 2**-12, 2.0], dtype=dtype)  # needs more bits than the wire has
-            wanted = fine.to(wire).to(dtype)
-            same(hvd.allreduce(fine, compression=compression), wanted)
-            same(hvd.allreduce(fine), fine)
-            one, two = hvd.grouped_allreduce(
-                [fine, torch.tensor([2**60 + 1])], compression=compression, op=hvd.Max
-            )
-            same(one, wanted)
-            same(two, torch.tensor([2**60 + 1]))  # integers are left alone
-        whole = torch.tensor([rank * size], dtype=torch.int64)
-        same(hvd.allreduce(whole, compression=compression), torch.tensor([sum(range(size))]))
-
-
-def test_compression_narrows_floats_on_the_wire_only(cluster):
-    cluster.run(compressed)
-
-
-class Doubling:
-    """A user's compressor: any object with the two methods."""
-
-    @staticmethod
-    def compress(tensor):
-        return tensor * 2, "context"
-
-    @staticmethod
-    def decompress(tensor, ctx):
-        assert ctx == "context"
-        return tensor + 1
-
-
-def own_compressor() -> None:
-    same(hvd.allreduce(torch.tensor([3.0]), compression=Doubling), torch.tensor([7.0]))
-    same(hvd.allreduce(torch.tensor([3.0]), compression=Doubling()), torch.tensor([7.0]))
-
-
-def test_compression_by_a_users_own_class(cluster):
-    cluster.run(own_compressor)
-
-
 def gather_every_dtype() -> None:
     rank, size = hvd.rank(), hvd.size()
 
