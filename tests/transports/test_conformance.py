@@ -12,8 +12,6 @@ import run_cases
 from matrix import KINDS
 from support.cluster import Clusters
 
-import hvdtorch as hvd
-
 # Small operations travel inside the log unless that is turned off.
 _NOTHING_IN_THE_LOG = {"HVDTORCH_INLINE_LIMIT": "0", "HVDTORCH_LONE_INLINE_LIMIT": "0"}
 TRANSPORTS: dict[str, dict[str, str]] = {
@@ -39,7 +37,6 @@ def test_all_ranks(all_clusters: Clusters, transport: str, size: int, kind: str)
     assert min(compared) > 300 and len(set(compared)) == 1, compared
 
 
-@pytest.mark.skipif(not hasattr(hvd, "add_process_set"), reason="no process sets yet")
 @pytest.mark.parametrize(("transport", "size", "kind"), _combinations(SUBSETS))
 def test_a_process_set(all_clusters: Clusters, transport: str, size: int, kind: str) -> None:
     members = SUBSETS[size]
