@@ -42,6 +42,7 @@ class Op:
     kind: str  # "allreduce", ..., "disagreement"
     process_set: Any
     present: list[int]  # without those that have joined
+    divisor: int  # of an average
     name: str | None
     grouped: bool = False
     in_place: bool = False
@@ -97,7 +98,7 @@ class Op:
     def _expected(self, inputs: list[Tensor], rank: int) -> Tensor:
         size = self.process_set.size()
         if self.reduction is not None:
-            whole = reference.reduced(self.reduction, inputs, size)
+            whole = reference.reduced(self.reduction, inputs, self.divisor)
             return whole if self.kind == "allreduce" else reference.share(whole, rank, size)
         if self.kind == "broadcast":
             return inputs[self.present.index(self.root)]
@@ -140,9 +141,10 @@ class Op:
 class Program:
     """All of a rank's part in a program; the ranks' parts differ in order and threads only."""
 
-    def __init__(self, seed: int, rounds: int) -> None:
+    def __init__(self, seed: int, rounds: int, divide_by_active: bool = False) -> None:
         self.seed = seed
         self.rounds = rounds
+        self.divide_by_active = divide_by_active  # what an average divides by after a join
         self.order = random.Random(f"{seed} order of {hvd.rank()}")
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="program")
         self.compared = 0
@@ -188,7 +190,10 @@ class Program:
         for number in range(choose.randint(1, OPERATIONS_PER_ROUND)):
             process_set = choose.choice(sets)
             present = [i for i, rank in enumerate(process_set.ranks) if rank in active]
-            op = _random_operation(choose, f"{self.seed} {step} {number}", process_set, present)
+            divisor = len(present) if self.divide_by_active else process_set.size()
+            op = _random_operation(
+                choose, f"{self.seed} {step} {number}", process_set, present, divisor
+            )
             if op is not None and process_set.included():
                 yield op
 
@@ -251,7 +256,7 @@ def _some_subsets(choose: random.Random) -> list[list[int]]:
 
 
 def _random_operation(
-    choose: random.Random, seed: str, process_set: Any, present: list[int]
+    choose: random.Random, seed: str, process_set: Any, present: list[int], divisor: int
 ) -> Op | None:
     kinds = ["allreduce"] * 3 + ["allgather", "broadcast", "alltoall", "reducescatter"]
     kind = choose.choice([*kinds, "disagreement"])
@@ -277,7 +282,19 @@ def _random_operation(
     reduction = reference.Reduction(op, *factors) if reduces else None
     if kind == "disagreement":
         reduction = reference.Reduction(hvd.Sum)  # which every dtype has
-    return Op(seed, kind, process_set, present, name, grouped, in_place, reduction, root, members)
+    return Op(
+        seed=seed,
+        kind=kind,
+        process_set=process_set,
+        present=present,
+        divisor=divisor,
+        name=name,
+        grouped=grouped,
+        in_place=in_place,
+        reduction=reduction,
+        root=root,
+        members=members,
+    )
 
 
 def _has_meaning(op: int, dtype: torch.dtype, scales: bool) -> bool:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 from random_programs import Program
+from support.cluster import Cluster, Clusters
 
 import hvdtorch as hvd
 
-ROUNDS = int(os.environ.get("HVDTORCH_TEST_ROUNDS", "1000"))
+ROUNDS = int(os.environ.get("HVDTORCH_TEST_ROUNDS", "0"))  # 0: each test's own number
 SEED = os.environ.get("HVDTORCH_TEST_SEED")
 
 
@@ -28,10 +29,10 @@ def resources() -> dict[str, int]:
     }
 
 
-def run_program(seed: int, rounds: int) -> int:
+def run_program(seed: int, rounds: int, divide_by_active: bool) -> int:
     print(f"random program of seed {seed}, {rounds} rounds", flush=True)
     before = resources()
-    compared = Program(seed, rounds).run()
+    compared = Program(seed, rounds, divide_by_active).run()
     hvd.barrier()
     deadline = time.monotonic() + 5.0  # threads of removed process sets may still be leaving
     while (after := resources()) != before and time.monotonic() < deadline:
@@ -40,11 +41,29 @@ def run_program(seed: int, rounds: int) -> int:
     return compared
 
 
+def run(cluster: Cluster, rounds: int, divide_by_active: bool = False) -> None:
+    seed = int(SEED or int.from_bytes(os.urandom(4), "little"))
+    print(f"HVDTORCH_TEST_SEED={seed} HVDTORCH_TEST_ROUNDS={rounds}")  # shown if it fails
+    timeout = max(120.0, rounds / 5)
+    compared = cluster.run(run_program, seed, rounds, divide_by_active, timeout=timeout)
+    assert min(compared) > rounds
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.np(1, 2, 3, 4)
-def test_random_programs(cluster):
-    seed = int(SEED or int.from_bytes(os.urandom(4), "little"))
-    print(f"HVDTORCH_TEST_SEED={seed} HVDTORCH_TEST_ROUNDS={ROUNDS}")  # shown if it fails
-    compared = cluster.run(run_program, seed, ROUNDS, timeout=max(120.0, ROUNDS / 5))
-    assert min(compared) > ROUNDS
+def test_with_default_settings(cluster: Cluster) -> None:
+    run(cluster, ROUNDS or 1000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_with_limits_that_are_hit_all_the_time(all_clusters: Clusters) -> None:
+    settings = {
+        "HVDTORCH_CACHE_CAPACITY": "3",
+        "HVDTORCH_CYCLE_TIME": "0",
+        "HVDTORCH_FUSION_THRESHOLD": "4096",
+        "HVDTORCH_INLINE_LIMIT": "64",
+        "HVDTORCH_LONE_INLINE_LIMIT": "128",
+        "HVDTORCH_JOIN_DIVISOR": "active",
+    }
+    run(all_clusters.get(3, settings), ROUNDS or 500, divide_by_active=True)
