@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from . import _C
 from .operation import JOIN, SUM
+
+_pauses: list[float] = []  # when each `expected_stall` that this rank is in ends
 
 
 def join(device: int = -1) -> int:
@@ -32,16 +34,15 @@ def join(device: int = -1) -> int:
 
     Returns
     -------
-    The global rank that was the last to join, on all ranks.
+    int
+        The global rank that was the last to join, on all ranks.
 
     Raises
     ------
     HorovodInternalError
         hvdtorch is not running, or a rank left the job.
     """
-    handle = _C.submit(
-        JOIN, "join.noname", "join", [], False, False, SUM, 1.0, 1.0, 0, None, 0
-    )
+    handle = _C.submit(JOIN, "join.noname", "join", [], False, False, SUM, 1.0, 1.0, 0, None, 0)
     handle.wait()
     _C.renumber_unnamed()
     return handle.numbers()[0]
@@ -55,14 +56,21 @@ def expected_stall(seconds: float) -> Iterator[None]:
             evaluate(model)
 
     Nor does HVDTORCH_STALL_SHUTDOWN_TIME_SECONDS count that time. Only the rank that keeps the
-    others waiting needs to say so. Raises ValueError unless `seconds` is a positive number,
-    HorovodInternalError if hvdtorch is not running.
+    others waiting needs to say so. May be nested: the one that ends last counts. Raises ValueError
+    unless `seconds` is a positive number, HorovodInternalError if hvdtorch is not running.
     """
-    if not (isinstance(seconds, (int, float)) and seconds > 0 and not math.isnan(seconds)):
+    if not (isinstance(seconds, (int, float)) and seconds > 0):
         raise ValueError(f"expected_stall: seconds must be a positive number, not {seconds!r}")
-    _C.excuse(seconds)
+    end = time.monotonic() + seconds
+    _pauses.append(end)
     try:
+        _announce_pauses()
         yield
     finally:
+        _pauses.remove(end)
         if _C.is_running():
-            _C.excuse(0)
+            _announce_pauses()
+
+
+def _announce_pauses() -> None:
+    _C.excuse(max(0.0, max(_pauses, default=0.0) - time.monotonic()))

@@ -74,7 +74,7 @@ def native_texts(path: Path) -> Iterator[Text]:
             continue
         for literal in _LITERAL.findall(statement):
             if literal.count(" ") >= 3:
-                yield Text(str(path.relative_to(ROOT)), literal)
+                yield Text(str(path.relative_to(ROOT)), literal.replace(r"\n", GAP))
 
 
 if __name__ == "__main__":
