@@ -128,10 +128,16 @@ def test_gan_finds_the_points(np: int, launcher: Launcher) -> None:
 # ---- further flags ----
 
 
-def test_imagenet_with_groups_and_a_predivide_factor(tmp_path: Path) -> None:
-    arguments = ["--num-groups", "2", "--gradient-predivide-factor", "2.0"]
-    arguments += ["--checkpoint-format", str(tmp_path / "checkpoint-{epoch}")]
-    check_imagenet(run_as_horovod(2, "python", "imagenet_style.py", *arguments), 2, 4)
+def test_imagenet_with_groups_ends_where_it_does_without(tmp_path: Path) -> None:
+    def train(folder: str, *flags: str) -> ScriptResult:
+        (tmp_path / folder).mkdir()
+        checkpoints = str(tmp_path / folder / "checkpoint-{epoch}")
+        arguments = ["--checkpoint-format", checkpoints, *flags]
+        return run_as_horovod(2, "python", "imagenet_style.py", *arguments)
+
+    result = train("groups", "--num-groups", "2", "--gradient-predivide-factor", "2.0")
+    check_imagenet(result, 2, 4)
+    assert final_weights(result, 2) == final_weights(train("plain"), 2)
 
 
 @pytest.mark.parametrize("np", [2, 3])
