@@ -165,6 +165,30 @@ def test_flags_without_effect_are_accepted_with_a_warning(hvdrun: Hvdrun) -> Non
     )
 
 
+HOROVODRUN = """
+    -h --help -v --version -np --num-proc -cb --check-build --disable-cache --start-timeout
+    --network-interfaces --network-interface --output-filename --verbose --config-file -p --ssh-port
+    -i --ssh-identity-file --fusion-threshold-mb --cycle-time-ms --cache-capacity
+    --hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather
+    --no-hierarchical-allgather --torus-allreduce --no-torus-allreduce --autotune --no-autotune
+    --autotune-log-file --autotune-warmup-samples --autotune-steps-per-sample
+    --autotune-bayes-opt-max-samples --autotune-gaussian-process-noise --min-np --min-num-proc
+    --max-np --max-num-proc --slots-per-host --elastic-timeout --reset-limit
+    --blacklist-cooldown-range --timeline-filename --timeline-mark-cycles --no-timeline-mark-cycles
+    --no-stall-check --stall-check --stall-check-warning-time-seconds
+    --stall-check-shutdown-time-seconds --mpi-threads-disable --no-mpi-threads-disable --mpi-args
+    --tcp --binding-args --num-nccl-streams --thread-affinity --gloo-timeout-seconds --log-level
+    --log-with-timestamp --log-without-timestamp --log-hide-timestamp --no-log-hide-timestamp
+    -prefix-timestamp --prefix-output-with-timestamp -H --hosts -hostfile --hostfile
+    --host-discovery-script --gloo --mpi --jsrun
+"""
+
+
+def test_every_flag_of_horovodrun_is_known() -> None:
+    known = {flag for action in make_parser()._actions for flag in action.option_strings}
+    assert set(HOROVODRUN.split()) - known == set()
+
+
 def test_a_configuration_file_sets_variables_and_flags_win(hvdrun: Hvdrun, tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(
