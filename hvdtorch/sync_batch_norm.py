@@ -222,9 +222,10 @@ def _joint_statistics(input: Tensor, process_set: ProcessSet) -> tuple[Tensor, T
     """Count, mean and biased variance of all ranks' batches: float64, shapes (), (C), (C)."""
     channels = input.shape[1]
     count = input.numel() // channels if channels else 0
-    mine = torch.cat([torch.tensor([count], device=input.device), *_local_statistics(input, count)])
+    own_count = torch.tensor([count], dtype=torch.float64, device=input.device)
+    row = torch.cat([own_count, *_local_statistics(input, count)])
     gather = Operation(kind=ALLGATHER, label=f"{_LABEL}.statistics", process_set=process_set)
-    (table,) = gather.run_detached([mine.double().unsqueeze(0)])
+    (table,) = gather.run_detached([row.unsqueeze(0)])
     counts, means, squares = table.split([1, channels, channels], dim=1)
     total = counts.sum()
     if count < 2 and total.item() == 1:

@@ -347,6 +347,69 @@ def test_training_equals_one_process_with_the_joint_batch(cluster):
     cluster.run(trained_together)
 
 
+# --- process sets, join ------------------------------------------------------------------------
+
+
+def in_two_sets() -> None:
+    """Each set has statistics of its own, and its own number of passes."""
+    size, rank = hvd.size(), hvd.rank()
+    members = [[r for r in range(size) if r % 2 == odd] for odd in (0, 1)]
+    sets = [hvd.add_process_set(ranks) for ranks in members]
+    try:
+        mine, ranks = sets[rank % 2], members[rank % 2]
+        plain, layer = pair_of_layers(2)
+        layer = hvd.SyncBatchNorm.convert_sync_batchnorm(layer, mine)
+        for seed in range(2 + rank % 2):
+            joint = random(3 * len(ranks), 4, seed=10 * (rank % 2) + seed)
+            whole, part = (
+                t.clone().requires_grad_() for t in (joint, joint[ranks.index(rank) :: len(ranks)])
+            )
+            factors = random(*joint.shape, seed=99)
+            (plain(whole) * factors).sum().backward()
+            (layer(part) * factors[ranks.index(rank) :: len(ranks)]).sum().backward()
+            close(part.grad, whole.grad[ranks.index(rank) :: len(ranks)])
+        close(layer.running_mean, plain.running_mean)
+        close(layer.running_var, plain.running_var)
+        layer.process_set = sets[1 - rank % 2]
+        with pytest.raises(ValueError, match="not a member"):
+            layer(torch.ones(2, 4, dtype=torch.float64))
+        copied = copy.deepcopy(layer)
+        assert copied.process_set is layer.process_set
+    finally:
+        for process_set in sets:
+            hvd.remove_process_set(process_set)
+
+
+@pytest.mark.np(3, 4)
+def test_process_sets(cluster):
+    cluster.run(in_two_sets)
+
+
+def joined() -> None:
+    """Rank r has r + 1 batches; those that still have some are normalized together."""
+    size, rank = hvd.size(), hvd.rank()
+    plain, synced = pair_of_layers(2)
+    for number in range(rank + 1):
+        present = size - number
+        joint = random(2 * present, 4, seed=number)
+        whole = joint.clone().requires_grad_()
+        place = slice(2 * (rank - number), 2 * (rank - number) + 2)
+        part = joint[place].clone().requires_grad_()
+        factors = random(*joint.shape, seed=99)
+        (plain(whole) * factors).sum().backward()
+        (synced(part) * factors[place]).sum().backward()
+        close(part.grad, whole.grad[place])
+        close(synced.running_var, plain.running_var)
+    assert hvd.join() == size - 1
+    plain, synced = pair_of_layers(2)
+    counts = (2,) * size
+    step(plain, synced, random(2 * size, 4), counts)
+
+
+def test_ranks_that_have_joined_are_left_out(cluster):
+    cluster.run(joined)
+
+
 # --- the converter, copies ---------------------------------------------------------------------
 
 
