@@ -24,8 +24,11 @@ class Handle:
         """The failure's text, or None."""
     def outputs(self) -> list[Tensor]:
         """Results in input order; call after wait(). In-place: the very tensors given."""
-    def numbers(self) -> list[int]:
-        """alltoall: rows received from each rank; join: [last rank]; add_process_set: [id]."""
+    def numbers(self, member: int = 0) -> list[int]:
+        """allgather and alltoall: rows from each rank; join: [last rank]; add_process_set: [id].
+
+        Valid after wait(). `member`: of a group, from 0.
+        """
     def add_done_callback(self, callback: object) -> None:
         """callback() is called once, with the GIL, when complete (at once if it already is)."""
 

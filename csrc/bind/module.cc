@@ -67,7 +67,9 @@ class Handle {
     return results;
   }
 
-  std::vector<int64_t> numbers() const { return submitted_.operations.front()->numbers; }
+  std::vector<int64_t> numbers(size_t member) const {
+    return submitted_.operations.at(member)->numbers;
+  }
 
   void add_done_callback(py::object callback) {
     auto shared = std::make_shared<py::object>(std::move(callback));
@@ -203,7 +205,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("done", &Handle::done)
       .def("error", &Handle::error)
       .def("outputs", &Handle::outputs)
-      .def("numbers", &Handle::numbers)
+      .def("numbers", &Handle::numbers, py::arg("member") = 0)
       .def("add_done_callback", &Handle::add_done_callback, py::arg("callback"));
 
   m.def("submit", &submit, py::arg("kind"), py::arg("name"), py::arg("label"), py::arg("tensors"),

@@ -44,13 +44,13 @@ std::vector<int64_t> gathered_shape(const LaunchItem& item, const OpDesc& desc) 
 
 void place_inline_result(const LaunchItem& item, Operation& op) {
   int64_t bytes = op.desc->bytes();
+  op.numbers = item.numbers;
   if (op.desc->kind == OpKind::kAllgather) {
     const auto shape = gathered_shape(item, *op.desc);
     bytes = shape[0] * op.desc->row_numel() * size_of(op.desc->dtype);
     op.output = op.allocate(shape);
   } else if (op.desc->kind >= OpKind::kBarrier) {
     bytes = 0;
-    op.numbers = item.numbers;
   }
   if (static_cast<int64_t>(item.result.size()) != bytes) {
     throw std::runtime_error("the log carries a result of the wrong length");
@@ -269,6 +269,7 @@ void Executor::run_broadcast(Work& work, const Party& party) {
 void Executor::run_allgather(const LaunchItem& item, Operation& op, const Party& party) {
   const int64_t row_bytes = op.desc->row_numel() * size_of(op.desc->dtype);
   op.output = op.allocate(gathered_shape(item, *op.desc));
+  op.numbers = item.numbers;
   party.transport->allgather(op.input, op.output,
                              scaled(picked(item.numbers, party.members), row_bytes));
 }
