@@ -1,6 +1,6 @@
-"""What the gradient reducer reduces: slots, groups, settings; and whether all ranks mean the same.
+"""What the gradient reducer reduces: slots, buckets, groups, settings; and agreement about them.
 
-Nothing here communicates but `raise_first_difference`, which ends in an error.
+Nothing here communicates but `first_difference`, which finds the text of an error.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,8 +17,16 @@ from torch.utils.hooks import RemovableHandle
 
 from . import _C
 from .compression import NoneCompressor
-from .exceptions import HorovodInternalError
-from .operation import ALLGATHER, AVERAGE, SUM
+from .operation import ALLGATHER, AVERAGE, MAX, MIN, PRODUCT, SUM
+from .process_sets import ProcessSet, global_process_set
+
+_T = TypeVar("_T")
+
+# Something that all ranks of a process set do together: a generator of the operations it has to
+# wait for next, so that the meetings of several sets can be held at the same time.
+Meeting: TypeAlias = Generator[_C.Handle, None, _T]
+
+_OP_NAMES = {AVERAGE: "Average", SUM: "Sum", MIN: "Min", MAX: "Max", PRODUCT: "Product"}
 
 
 class Settings(NamedTuple):
@@ -28,14 +36,21 @@ class Settings(NamedTuple):
     compression: Any
     passes_per_step: int
     predivide: float
+    sparse_as_dense: bool
+    process_set: ProcessSet
 
     def __str__(self) -> str:
-        op = {AVERAGE: "Average", SUM: "Sum"}.get(self.op, str(self.op))
         compression = getattr(self.compression, "__name__", type(self.compression).__name__)
-        return (
-            f"op={op}, compression={compression}, backward_passes_per_step={self.passes_per_step}, "
+        text = (
+            f"op={_OP_NAMES[self.op]}, compression={compression}, "
+            f"backward_passes_per_step={self.passes_per_step}, "
             f"gradient_predivide_factor={self.predivide}"
         )
+        if self.sparse_as_dense:
+            text += ", sparse_as_dense=True"
+        if self.process_set is not global_process_set:
+            text += f", process_set={self.process_set.ranks}"
+        return text
 
 
 class Slot:
@@ -43,6 +58,7 @@ class Slot:
 
     __slots__ = (
         "aside",
+        "bucket",
         "context",
         "dtype",
         "group",
@@ -61,6 +77,7 @@ class Slot:
 
     def __init__(self, group: Group, index: int, name: str, parameter: Tensor) -> None:
         self.group = group
+        self.bucket: Bucket | None = None
         self.index = index  # in group.slots and group.marks
         self.name = name
         self.operation = f"allreduce.{name}"
@@ -80,24 +97,43 @@ class Slot:
         self.reduced: Callable[[], Tensor | None] | None = None
 
     def __str__(self) -> str:
-        return f"{self.name!r} {list(self.shape)} {self.dtype} ({self.group.settings})"
+        bucket = "" if self.bucket is None else f" in group {self.bucket.number} of groups="
+        return f"{self.name!r} {list(self.shape)} {self.dtype}{bucket} ({self.group.settings})"
 
     def gradient(self) -> Tensor | None:
         parameter = self.parameter()
         return None if parameter is None else parameter.grad
 
-    def zeros(self) -> Tensor:
-        """A gradient of zeros, of the dtype autograd would give it."""
+    def zeros(self, sparse_dim: int | None = None) -> Tensor:
+        """A gradient of zeros, of the dtype autograd would give it; with `sparse_dim` a COO one."""
         parameter = self.parameter()
+        dtype = getattr(parameter, "grad_dtype", None) or self.dtype
+        if sparse_dim is not None:
+            indices = torch.empty((sparse_dim, 0), dtype=torch.int64)
+            values = torch.empty((0, *self.shape[sparse_dim:]), dtype=dtype)
+            return torch.sparse_coo_tensor(indices, values, self.shape, is_coalesced=True)
         if parameter is None:  # the model is gone here, but not yet on all ranks
-            return torch.zeros(self.shape, dtype=self.dtype)
-        dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+            return torch.zeros(self.shape, dtype=dtype)
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
 
     def settle(self) -> None:
         """Let go of everything but the parameter; nothing of this slot is in flight."""
         self.handle = self.tensor = self.wire = self.context = self.aside = None
         self.guarded = False
+
+
+class Bucket:
+    """Slots whose gradients travel together, as one grouped allreduce (`groups=`)."""
+
+    __slots__ = ("number", "operation", "slots", "span")
+
+    def __init__(self, number: int, slots: list[Slot]) -> None:
+        self.number = number
+        self.slots = slots
+        self.span = slice(slots[0].index, slots[-1].index + 1)  # theirs, of group.slots and marks
+        self.operation = f"grouped_allreduce.{slots[0].name}"
+        for slot in slots:
+            slot.bucket = self
 
 
 class Lease:
@@ -112,6 +148,7 @@ class Group:
     def __init__(self, owner: str, settings: Settings) -> None:
         self.owner = owner  # for error texts
         self.slots: list[Slot] = []
+        self.buckets: list[Bucket] = []
         self.marks = bytearray()  # what this rank announces, one byte per slot
         self.passes = 0  # since the last reduction
         self.fired = False  # in the current pass
@@ -125,8 +162,11 @@ class Group:
         self.passes_per_step = settings.passes_per_step
         self.separate = settings.op != AVERAGE
         self.compressed = settings.compression is not NoneCompressor
+        self.converts = self.compressed or settings.sparse_as_dense
         self.prescale = 1.0 / settings.predivide
         self.postscale = settings.predivide
+        # Arguments of submit(), from `reduce_op` to `splits`.
+        self.arithmetic = (settings.op, self.prescale, self.postscale, 0, None)
 
     @property
     def alive(self) -> bool:
@@ -152,44 +192,54 @@ class Group:
 
 
 # ------------------------------------------------------------------------------------------------
-# Agreement. Every announcement starts with `check_bytes`; see `GradientReducer`.
+# Agreement. Every announcement starts with `check_bytes`; see `Rounds`.
 
 _DIGEST_BYTES = 8
 CHECK_BYTES = 2 * _DIGEST_BYTES
 
 
-def check_bytes(slots: Sequence[Slot]) -> bytes:
-    """A digest of the slots, and its complement: a maximum over ranks changes one if they differ.
+def check_bytes(texts: Sequence[str]) -> bytes:
+    """A digest of the texts, and its complement: a maximum over ranks changes one if they differ.
 
     (A rank that takes part with zeros changes nothing.)
     """
-    text = "\n".join(map(str, slots))
+    text = "\n".join(texts)
     digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
     return digest + bytes(255 - byte for byte in digest)
 
 
-def raise_first_difference(slots: Sequence[Slot], process_set: int) -> NoReturn:
-    """Called on all ranks, when they do not agree: the same HorovodInternalError on all of them."""
-    text = json.dumps([str(slot) for slot in slots]).encode() + b"\0"
-    tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    name = "allgather.hvdtorch.gradient_layout"
+def first_difference(texts: Sequence[str], process_set: ProcessSet) -> Meeting[str]:
+    """Called on all ranks of the set, when they do not agree: says what differs first, the same on
+    all of them."""
+    ranks = process_set.ranks or []
+    own = [str(ranks[process_set.rank() or 0]), *texts]
     handle = _C.submit(
-        ALLGATHER, name, "allgather", [tensor], False, False, 0, 1.0, 1.0, 0, None, process_set
+        ALLGATHER,
+        "allgather.hvdtorch.gradient_layout",
+        "allgather",
+        [torch.frombuffer(bytearray(json.dumps(own).encode() + b"\0"), dtype=torch.uint8)],
+        False,
+        False,
+        0,
+        1.0,
+        1.0,
+        0,
+        None,
+        process_set.process_set_id or 0,
     )
+    yield handle
     handle.wait()
-    texts = handle.outputs()[0].numpy().tobytes().split(b"\0")[:-1]
-    lists = [json.loads(text) for text in texts]
-    for rank, other in enumerate(lists):
-        for index in range(max(len(lists[0]), len(other))):
+    everyones = handle.outputs()[0].numpy().tobytes().split(b"\0")[:-1]
+    (first, *mine), *others = map(json.loads, everyones)
+    for rank, *theirs in others:
+        for index in range(max(len(mine), len(theirs))):
             here, there = (
-                ranks[index] if index < len(ranks) else "nothing" for ranks in (lists[0], other)
+                texts[index] if index < len(texts) else "nothing" for texts in (mine, theirs)
             )
             if here != there:
-                raise HorovodInternalError(
+                return (
                     f"the ranks disagree about the gradients to reduce: number {index} is {here} "
-                    f"on rank 0, but {there} on rank {rank}. Wrap the same parameters on all "
+                    f"on rank {first}, but {there} on rank {rank}. Wrap the same parameters on all "
                     "ranks, with the same names and settings and in the same order."
                 )
-    raise HorovodInternalError(
-        "the announcement of a backward pass failed, although all ranks agree"
-    )
+    return "the announcement of a backward pass failed, although all ranks agree"

@@ -3,31 +3,39 @@
 Words used here:
 
 - A *slot* is a parameter this process reduces. A *group* is the slots that one optimizer brought
-  in, with that optimizer's settings; optimizers over the same parameters share the group.
+  in, with that optimizer's settings; optimizers over the same parameters share the group. A
+  *bucket* is some of them, reduced together (what users call a group of `groups=`).
 - A *pass* is one `backward()` that accumulated into a slot's `.grad`. Each group counts its own.
   The pass that makes a group *due* (number `passes_per_step` since its last reduction) reduces it.
-- A *round* is the one meeting of all ranks, at the end of a due pass.
+- A *round* is the one meeting of all ranks of a process set, at the end of a due pass.
 
 In a due pass, a hook that runs right after a `.grad` was accumulated launches the in-place
 allreduce of that gradient, so communication overlaps with the rest of the pass. At the end of the
 pass (an autograd engine callback, so still inside `backward()`) the round launches what only other
 ranks have launched, as zeros if nothing was accumulated here, and waits for everything. When
-`backward()` returns, `.grad` is the reduced gradient on every rank. How launching and rounds work
-is in gradient_rounds.py; this file is about parameters, hooks and passes.
+`backward()` returns, `.grad` is the reduced gradient on every rank. How that works is in
+gradient_launches.py and gradient_rounds.py; this file is about parameters, hooks and passes.
 
 Note [What ranks must agree on]
     Which slots fire, and in which order, may differ between ranks. The number of rounds may not:
     every due pass is a round, and `step()` holds one if none has covered its parameters since the
     last step, so that a rank whose loss did not depend on them meets the ranks whose loss did. A
-    round covers all groups, since ranks may differ in which groups they reached. And nothing that
-    ranks must agree on may depend on when Python collects an object.
+    round covers all groups of a process set, since ranks may differ in which groups they reached.
+    And nothing that ranks must agree on may depend on when Python collects an object.
+
+    Different process sets have rounds of their own: a pass holds one in each set whose parameters
+    it reached, all at the same time. (It must not hold one in the others: a rank may run a pass
+    over one set's parameters that ranks outside that set do not run.) A rank whose loss did not
+    reach a set is met in the `step()` of that set's optimizer, to which it comes if it is not
+    waiting, itself, for a rank that waits for it: a cycle of ranks that each reached a set the next
+    one did not, and did not reach one that the previous one did, would wait for ever.
 """
 
 from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,8 +44,10 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import unserializable_hook
 
-from .gradient_groups import Group, Settings, Slot
-from .gradient_rounds import CLEAN, HELD, TWICE, Rounds
+from .gradient_groups import Bucket, Group, Settings, Slot
+from .gradient_launches import CLEAN, HELD, SPARSE, TWICE, WAITING
+from .gradient_rounds import Rounds, hold
+from .process_sets import ProcessSet
 
 _graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
@@ -48,9 +58,8 @@ _will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 class GradientReducer:
     """All groups of this process, and the pass that is going on."""
 
-    def __init__(self, process_set: int) -> None:
-        self._rounds = Rounds(process_set)
-        self._names: set[str] = set()  # ever used since init()
+    def __init__(self) -> None:
+        self._rounds: dict[ProcessSet, Rounds] = {}
         self._task = -1  # the engine's number of the backward() that is running, as far as known
         self._open: dict[int, int] = {}  # numbers of those whose end is awaited, and their threads
         self._kind = (-1, False)  # the last backward() asked about, and whether it accumulates
@@ -64,10 +73,12 @@ class GradientReducer:
         parameters: Sequence[tuple[str, Tensor]],
         settings: Settings,
         group: Group | None = None,
+        buckets: Iterable[Iterable[Tensor]] = (),
     ) -> list[Slot]:
         """Reduce these (name, parameter) pairs; returns their slots, in order, new or shared.
 
-        New slots go into `group`, or into a new group. Names that were used before get the first
+        New slots go into `group`, or into a new group, those of one of the `buckets` into a bucket.
+        (A slot that is shared stays as it is.) Names that were used before get the first
         free prefix of "optimizer1.", "optimizer2.", ... Raises ValueError for a parameter that is
         reduced with other settings already.
         """
@@ -76,11 +87,11 @@ class GradientReducer:
             # An optimizer that nobody can reach must not count: on other ranks it may be gone.
             gc.collect()
             known = self._known()
-        fresh = []
+        fresh: dict[int, tuple[str, Tensor]] = {}
         for name, parameter in parameters:
             slot = known.get(id(parameter))
             if slot is None:
-                fresh.append((name, parameter))
+                fresh[id(parameter)] = (name, parameter)
             elif slot.group.settings != settings:
                 raise ValueError(
                     f"parameter {name!r} of {owner} is already reduced for {slot.group.owner} with "
@@ -88,58 +99,69 @@ class GradientReducer:
                     "settings, or let go of the first optimizer"
                 )
         if fresh:
-            scope = self._scope([name for name, _ in fresh])
+            rounds = self._rounds.setdefault(settings.process_set, Rounds(settings.process_set))
+            scope = _scope(rounds.names, [name for name, _ in fresh.values()])
             group = group or Group(owner, settings)
-            if group not in self._rounds.groups:
-                self._rounds.groups.append(group)
-            self._rounds.groups_changed()
-            for name, parameter in fresh:
-                slot = Slot(group, len(group.slots), scope + name, parameter)
-                group.slots.append(slot)
-                group.marks.append(CLEAN)
-                known[id(parameter)] = slot
-                self._hook(slot, parameter)
+            if group not in rounds.groups:
+                rounds.groups.append(group)
+            rounds.groups_changed()
+            # One bucket's slots stand beside each other.
+            for bucket in buckets:
+                members = [fresh.pop(id(each)) for each in bucket if id(each) in fresh]
+                slots = [self._slot(group, scope + name, each) for name, each in members]
+                known |= {id(each): slot for (_, each), slot in zip(members, slots, strict=True)}
+                if len(slots) > 1:
+                    group.buckets.append(Bucket(len(group.buckets), slots))
+            for name, parameter in fresh.values():
+                known[id(parameter)] = self._slot(group, scope + name, parameter)
         return [known[id(parameter)] for _, parameter in parameters]
+
+    def _slot(self, group: Group, name: str, parameter: Tensor) -> Slot:
+        slot = Slot(group, len(group.slots), name, parameter)
+        group.slots.append(slot)
+        group.marks.append(CLEAN)
+        self._hook(slot, parameter)
+        return slot
 
     def _known(self) -> dict[int, Slot]:
         """The slots by id of their parameter."""
-        slots = (slot for group in self._rounds.groups if group.alive for slot in group.slots)
+        slots = (slot for group in self._groups() if group.alive for slot in group.slots)
         return {id(slot.parameter()): slot for slot in slots if slot.parameter() is not None}
 
-    def _scope(self, names: list[str]) -> str:
-        scope, number = "", 0
-        while any(scope + name in self._names for name in names):
-            number += 1
-            scope = f"optimizer{number}."
-        self._names.update(scope + name for name in names)
-        return scope
+    def _groups(self) -> Iterator[Group]:
+        return (group for rounds in self._rounds.values() for group in rounds.groups)
+
+    def _of(self, group: Group) -> Rounds:
+        return self._rounds[group.settings.process_set]
 
     def configure(self, group: Group, settings: Settings) -> None:
         group.configure(settings)
-        self._rounds.groups_changed()
+        self._of(group).groups_changed()
 
     def reset(self) -> None:
         """The job has ended. Optimizers stay wrapped, for the next one."""
-        self._rounds.reset()
-        self._names = {slot.name for slot in self._rounds.slots()}
+        for rounds in self._rounds.values():
+            rounds.reset()
+        self._rounds = {key: rounds for key, rounds in self._rounds.items() if rounds.groups}
         self._task = -1
         self._open.clear()
 
     def release_gradients(self) -> None:
         """Before `.grad` is written: take out what a failed backward() has left in flight."""
-        self._rounds.release_gradients()
+        for rounds in self._rounds.values():
+            rounds.launches.release_gradients()
 
     # -- Hooks: they run once per parameter and pass, so every line counts -------------------------
 
     def _hook(self, slot: Slot, parameter: Tensor) -> None:
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return  # never has a gradient
-        group, rounds = slot.group, self._rounds
+        group, launches = slot.group, self._of(slot.group).launches
 
         @unserializable_hook
         def before(_: Tensor) -> None:
             if slot.guarded and self._accumulates(slot):
-                rounds.set_aside(slot)
+                launches.set_aside(slot)
 
         def after(parameter: Tensor) -> None:
             task = _graph_task_id()
@@ -151,7 +173,7 @@ class GradientReducer:
             elif group.passes + 1 < group.passes_per_step:
                 group.marks[slot.index] = HELD
             else:
-                rounds.launch(slot, parameter.grad)  # type: ignore[arg-type]
+                launches.offer(slot, parameter.grad)  # type: ignore[arg-type]
 
         required = parameter.requires_grad
         parameter.requires_grad_(True)  # hooks can be set only then; they outlive later changes
@@ -216,20 +238,24 @@ class GradientReducer:
         self._end_pass()
 
     def _end_pass(self) -> None:
-        due = False
-        for group in self._rounds.groups:
-            if group.fired:
-                group.fired = False
-                if group.passes + 1 < group.passes_per_step:
-                    group.passes += 1
-                else:
-                    due = True
-                    self._rounds.launch_held(group)
+        due: list[Rounds] = []
+        for rounds in self._rounds.values():
+            reached = False
+            for group in rounds.groups:
+                if group.fired:
+                    group.fired = False
+                    if group.passes + 1 < group.passes_per_step:
+                        group.passes += 1
+                    else:
+                        reached = True
+                        rounds.launches.launch_held(group)
+            if reached:
+                due.append(rounds)
         if due:
-            self._rounds.hold()
+            hold(due)
 
-    def flush(self, groups: Iterable[Group], meet: bool) -> None:
-        """Reduce what is accumulated and unreduced in these groups.
+    def flush(self, groups: Sequence[Group], meet: bool) -> None:
+        """Reduce what is accumulated and unreduced in these groups, all of one process set.
 
         With `meet`, hold a round also if there is nothing, but no round has covered one of the
         groups since the last step: Note [What ranks must agree on]. Gradients in such a group are
@@ -237,14 +263,15 @@ class GradientReducer:
         """
         needed = False
         for group in groups:
+            rounds = self._of(group)
             if any(group.marks):
                 needed = True
-                self._rounds.launch_held(group)
+                rounds.launches.launch_held(group)
             elif meet and not group.met:
                 needed = True
-                self._rounds.launch_given(group)
+                rounds.launches.launch_given(group)
         if needed:
-            self._rounds.hold()
+            hold([rounds])
 
     def forget(self, groups: Iterable[Group], slots: Iterable[Slot]) -> None:
         """What these slots accumulated will not be reduced; the count of passes starts anew."""
@@ -252,11 +279,30 @@ class GradientReducer:
             if not group.passes and not any(group.marks):
                 continue
             for slot in slots:
-                if slot.group is group and group.marks[slot.index] == HELD:
+                if slot.group is group and group.marks[slot.index] in (HELD, WAITING, SPARSE):
                     group.marks[slot.index] = CLEAN
                     slot.aside = None
             if HELD not in group.marks:
                 group.passes = 0
+
+    def realign(self) -> None:
+        """All ranks have joined, perhaps after different numbers of passes: count them anew.
+
+        What was accumulated and not reduced belongs to the next reduction.
+        """
+        for group in self._groups():
+            group.passes = 0
+            group.met = False
+
+
+def _scope(used: set[str], names: list[str]) -> str:
+    """The first free prefix for names."""
+    scope, number = "", 0
+    while any(scope + name in used for name in names):
+        number += 1
+        scope = f"optimizer{number}."
+    used.update(scope + name for name in names)
+    return scope
 
 
 def _python_threads() -> set[int | None]:

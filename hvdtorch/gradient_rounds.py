@@ -1,52 +1,54 @@
 """Rounds: the meeting of all ranks that completes the reductions of a backward pass.
 
-The reducer launches gradients while they become ready (`launch`); a round (`hold`) announces, one
-byte per slot, what this rank launched. Announcements are combined by their maximum. What another
-rank launched and this one did not, is launched now, as zeros if nothing was accumulated here. Then
-the round waits for everything. All its decisions follow from the combined announcement, hence are
-the same on every rank.
+While gradients become ready most are launched at once (gradient_launches.py). A round announces,
+one byte per slot, what became of them on this rank. Announcements are combined by their maximum.
+What another rank launched and this one did not, is launched now, as zeros if nothing was
+accumulated here. Then the round waits for everything. All its decisions follow from the combined
+announcement, hence are the same on every rank.
 
-Note [Contributions that must stay apart]
-    Reducing what was reduced already is harmless for an average (the average of equal values is
-    that value) and wrong for every other op. And a tensor whose reduction is in flight must not be
-    added to (a parameter can fire twice in one pass: reentrant activation checkpoints). A hook
-    that runs right before accumulation takes such a tensor out of `.grad`, so that the new
-    contribution gets a tensor of its own. The end of the round adds that to the tensor taken out,
-    and puts it back.
+Two kinds of gradient are not launched when they are offered. One of a bucket waits for the rest of
+the bucket. If the bucket is complete on no rank, the round launches those of its gradients that
+some rank has, one by one; else it launches the whole bucket where that has not happened. A sparse
+gradient waits for the round, in which the ranks exchange what they have: see gradient_sparse.py.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
+import queue
 import weakref
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
 
 from . import _C
 from .exceptions import HorovodInternalError
-from .gradient_groups import CHECK_BYTES, Group, Slot, check_bytes, raise_first_difference
+from .gradient_groups import (
+    CHECK_BYTES,
+    Group,
+    Meeting,
+    Slot,
+    check_bytes,
+    first_difference,
+)
+from .gradient_launches import CLEAN, LAUNCHED, SPARSE, TWICE, WAITING, Launches
+from .gradient_sparse import Layout, SparseReduction, complete, exchange, layout_of
 from .operation import ALLREDUCE, MAX
-
-# A slot's mark in the announcement. Ranks are combined by maximum, so the order matters.
-CLEAN = 0  # nothing to reduce here
-HELD = 1  # accumulated here, in a pass that was not due
-LAUNCHED = 2
-TWICE = 3  # launched, and accumulated once more meanwhile: a second reduction has to follow
-REFUSED = 4  # cannot be reduced
+from .process_sets import ProcessSet
 
 _submit = _C.submit
 
 
 class Rounds:
-    """The groups of this process, what is in flight for them, and the meetings."""
+    """The groups of one process set, and the set's meetings."""
 
-    def __init__(self, process_set: int) -> None:
+    def __init__(self, process_set: ProcessSet) -> None:
         self.groups: list[Group] = []
+        self.names: set[str] = set()  # of slots, ever used since init()
+        self.launches = Launches(process_set)
         self._process_set = process_set
         self._check: bytes | None = None  # of the groups as they are; None: to be computed
-        self._in_flight: list[Slot] = []
-        self._asides: list[Slot] = []  # slots whose `aside` is, or was, in use
 
     def slots(self) -> list[Slot]:
         return [slot for group in self.groups for slot in group.slots]
@@ -59,137 +61,50 @@ class Rounds:
         """The job has ended: forget what was in flight or accumulated, and groups out of use."""
         self._drop_unused()
         self._abandon()
+        self.names = {slot.name for slot in self.slots()}
         for group in self.groups:
             group.met = False
 
-    def release_gradients(self) -> None:
-        """Take out of `.grad` what a failed backward() has left in flight, so it can be written."""
-        for slot in self._in_flight:
-            parameter = slot.parameter()
-            if parameter is not None and parameter.grad is slot.tensor:
-                parameter.grad = None
-
-    # -- While gradients become ready
-
-    def launch(self, slot: Slot, gradient: Tensor) -> None:
-        group = slot.group
-        if gradient.layout is not torch.strided:
-            group.marks[slot.index] = REFUSED
-            return
-        wire = gradient
-        if group.compressed:
-            with torch.no_grad():
-                wire, slot.context = group.settings.compression.compress(gradient.detach())
-            slot.wire = wire
-        slot.handle = _submit(
-            ALLREDUCE,
-            slot.operation,
-            "allreduce",
-            [wire],
-            False,
-            True,
-            group.settings.op,
-            group.prescale,
-            group.postscale,
-            0,
-            None,
-            self._process_set,
-        )
-        slot.tensor = gradient
-        slot.guarded = True
-        group.marks[slot.index] = LAUNCHED
-        self._in_flight.append(slot)
-
-    def launch_held(self, group: Group) -> None:
-        """Launch what earlier passes have accumulated."""
-        if HELD not in group.marks:
-            return
-        for slot, mark in zip(group.slots, bytes(group.marks), strict=True):
-            if mark == HELD:
-                gradient = slot.gradient()
-                if gradient is None:  # dropped by the user
-                    slot.aside = None
-                    group.marks[slot.index] = CLEAN
-                else:
-                    self.launch(slot, gradient)
-
-    def launch_given(self, group: Group) -> None:
-        """Launch the gradients that the user has put into `.grad` without a backward().
-
-        What an earlier round has reduced and nobody has cleared since is among them if the op is
-        an average, which does not change it: Note [Contributions that must stay apart].
-        """
-        for slot in group.slots:
-            gradient = slot.gradient()
-            if gradient is not None and not (slot.reduced and slot.reduced() is gradient):
-                self.launch(slot, gradient)
-
-    def set_aside(self, slot: Slot) -> None:
-        """Note [Contributions that must stay apart]."""
-        parameter = slot.parameter()
-        assert parameter is not None
-        gradient = parameter.grad
-        if slot.handle is not None:
-            if gradient is slot.tensor:
-                parameter.grad = None
-            elif gradient is None:
-                # The user dropped it, after a backward() that raised. So its result counts as zero.
-                slot.tensor = slot.zeros()
-                slot.wire = slot.aside = None
-        elif slot.group.marks[slot.index] == HELD:
-            if gradient is None:
-                slot.aside = None  # the user dropped the gradient, so what belonged to it as well
-        elif gradient is not None:
-            self._keep_aside(slot, gradient)
-            parameter.grad = None
-
-    def _keep_aside(self, slot: Slot, gradient: Tensor) -> None:
-        slot.aside = gradient
-        self._asides.append(slot)
-
-    # -- The meeting
-
-    def hold(self) -> None:
+    def meeting(self) -> Meeting[None]:
         """Complete what this rank and the others have launched, on all ranks.
 
         Raises HorovodInternalError if a reduction failed or the ranks do not reduce the same slots,
-        NotImplementedError if a gradient cannot be reduced: the same on all ranks.
+        ValueError if a gradient cannot be reduced: the same on all ranks. TypeError if the process
+        set is gone.
         """
         try:
-            refused = self._reduce(*self._combine())
+            due, dead = yield from self._combine()
+            yield from self._reduce(due)
+            self._drop(dead)
         except BaseException:
             self._abandon()
             raise
-        if refused:
-            raise NotImplementedError(
-                f"sparse gradients cannot be reduced yet; on some rank the gradient of {refused} "
-                "is sparse: create the embedding with sparse=False"
-            )
 
-    def _combine(self) -> tuple[list[tuple[Group, bytes]], list[Group]]:
+    def _combine(self) -> Meeting[tuple[list[tuple[Group, bytes]], list[Group]]]:
         """Announce. The groups to reduce with the maximum of all ranks' marks; the dead groups."""
-        announcement = self._announce()
+        announcement = yield from self._announce()
         if announcement is None:
             # The ranks' groups differ. Do they still, without those that are out of use?
             self._drop_unused()
-            announcement = self._announce()
+            announcement = yield from self._announce()
         if announcement is None:
-            raise_first_difference(self.slots(), self._process_set)
+            texts = [str(slot) for slot in self.slots()]
+            raise HorovodInternalError((yield from first_difference(texts, self._process_set)))
         due, dead, offset = [], [], CHECK_BYTES
         for group in self.groups:
             end = offset + 1 + len(group.slots)
             marks = bytes(announcement[offset + 1 : end])
-            if max(marks) >= LAUNCHED:
+            if max(marks) >= WAITING:
                 due.append((group, marks))
             if not announcement[offset]:
                 dead.append(group)
             offset = end
         return due, dead
 
-    def _announce(self) -> bytearray | None:
+    def _announce(self) -> Meeting[bytearray | None]:
         """The maximum over ranks of their announcements; None if they are about different slots."""
         if self._check is None:
-            self._check = check_bytes(self.slots())
+            self._check = check_bytes([str(slot) for slot in self.slots()])
         announcement = bytearray(self._check)
         for group in self.groups:
             announcement.append(group.alive)
@@ -206,8 +121,9 @@ class Rounds:
             1.0,
             0,
             None,
-            self._process_set,
+            self.launches.number(),
         )
+        yield handle
         try:
             handle.wait()
         except HorovodInternalError:
@@ -215,6 +131,73 @@ class Rounds:
                 return None  # they differ in length
             raise
         return announcement if announcement.startswith(self._check) else None
+
+    def _reduce(self, due: list[tuple[Group, bytes]]) -> Meeting[None]:
+        """Complete all reductions of a round."""
+        launches = self.launches
+        unusual = [(group, marks) for group, marks in due if not _all_launched(group, marks)]
+        sparse = _marked(unusual, SPARSE)
+        twice = _marked(unusual, TWICE)
+        layouts = [self._layout(slot) for slot in sparse]
+        for group, marks in unusual:
+            self._join_in(group, marks)
+        refusals: list[Exception] = []
+        reductions: list[SparseReduction] = []
+        if sparse:
+            everyones, share = yield from exchange(layouts, self._process_set)
+            for slot, ranks in zip(sparse, everyones, strict=True):
+                refusal = ranks.refusal(slot)
+                if refusal is not None:
+                    refusals.append(refusal)
+                if ranks.in_flight:  # dense there, so it has to be completed as such
+                    launches.launch_missing(slot)
+                    if ranks.in_flight > 1:
+                        twice.append(slot)
+                elif refusal is None:
+                    gradient = launches.contribution(slot, ranks.sparse_dim)
+                    if slot.group.settings.sparse_as_dense:
+                        launches.launch(slot, gradient)
+                    else:
+                        slot.tensor = gradient
+                        reductions.append(SparseReduction(slot, gradient, launches.number()))
+        done = yield from launches.wait()
+        if reductions:
+            yield from complete(reductions, share, len(everyones[0]))
+        if twice:
+            for slot in twice:
+                launches.launch_again(slot)
+            yield from launches.wait()
+        done += (reduction.slot for reduction in reductions)
+        launches.put_back()
+        for slot in done:
+            slot.tensor = None
+            slot.guarded = slot.group.separate
+            if slot.guarded:
+                result = slot.gradient()
+                slot.reduced = None if result is None else weakref.ref(result)
+        for group, _ in due:
+            group.met = True
+            group.clear_marks()
+        if refusals:
+            raise refusals[0]
+
+    def _layout(self, slot: Slot) -> Layout:
+        ranks = self._process_set.ranks or [0]
+        mark = slot.group.marks[slot.index]
+        in_flight = 0 if slot.handle is None else 2 if mark == TWICE else 1
+        return layout_of(slot, in_flight, mark != CLEAN, ranks[self._process_set.rank() or 0])
+
+    def _join_in(self, group: Group, marks: bytes) -> None:
+        """Launch what other ranks have launched, or will, and this one has not.
+
+        What is sparse on some rank is left out, unless it is in a bucket that was launched.
+        """
+        for bucket in group.buckets:
+            if any(LAUNCHED <= mark <= TWICE for mark in marks[bucket.span]):
+                self.launches.launch_missing(bucket.slots[0])
+        for slot, mark in zip(group.slots, marks, strict=True):
+            if mark not in (CLEAN, SPARSE) and slot.handle is None:
+                self.launches.launch(slot, self.launches.contribution(slot))
 
     def _drop_unused(self) -> None:
         if self.groups:
@@ -226,116 +209,62 @@ class Rounds:
             self.groups = [group for group in self.groups if group not in groups]
             self._check = None
 
-    def _reduce(self, due: list[tuple[Group, bytes]], dead: list[Group]) -> str:
-        """Complete all reductions of a round; returns the names of slots that cannot be reduced."""
-        twice: list[Slot] = []
-        refused: list[str] = []
-        for group, marks in due:
-            if marks == group.marks and max(marks) == LAUNCHED:
-                continue  # the usual case
-            for slot, anywhere, here in zip(group.slots, marks, bytes(group.marks), strict=True):
-                if anywhere == REFUSED:
-                    refused.append(repr(slot.name))
-                elif anywhere == TWICE:
-                    twice.append(slot)
-                if anywhere != CLEAN and here not in (LAUNCHED, TWICE):
-                    self._contribute(slot, here)
-        done = self._wait()
-        if twice:
-            for slot in twice:
-                self._contribute_again(slot)
-            self._wait()
-        if self._asides:
-            self._put_back()
-        for slot in done:
-            slot.tensor = None
-            slot.guarded = slot.group.separate
-            if slot.guarded:
-                gradient = slot.gradient()
-                slot.reduced = None if gradient is None else weakref.ref(gradient)
-        for group, _ in due:
-            group.met = True
-            group.clear_marks()
-        self._drop(dead)
-        return ", ".join(refused)
-
-    def _contribute(self, slot: Slot, mark: int) -> None:
-        """Some rank reduces this slot, and it was not launched here."""
-        parameter = slot.parameter()
-        gradient = slot.gradient()
-        if gradient is not None and gradient.layout is not torch.strided:
-            self.launch(slot, slot.zeros())  # the round will refuse it; but it must end
-            return
-        if mark == HELD and gradient is None:
-            slot.aside = None  # dropped by the user
-        if mark == CLEAN and gradient is not None and slot.group.separate:
-            self._keep_aside(slot, gradient)
-            gradient = None
-        if gradient is None:
-            gradient = slot.zeros()
-            if parameter is not None:
-                parameter.grad = gradient
-        self.launch(slot, gradient)
-
-    def _contribute_again(self, slot: Slot) -> None:
-        """The first reduction is complete; reduce what some rank accumulated meanwhile."""
-        parameter, first = slot.parameter(), slot.tensor
-        assert first is not None
-        gradient = None if parameter is None else parameter.grad
-        fired_twice = slot.group.marks[slot.index] == TWICE and gradient is not first
-        if slot.aside is None:
-            self._keep_aside(slot, first)
-        else:
-            with torch.no_grad():
-                slot.aside.add_(first)
-            if parameter is not None and gradient is first:
-                parameter.grad = slot.aside
-        self.launch(slot, gradient if fired_twice and gradient is not None else slot.zeros())
-
-    def _wait(self) -> list[Slot]:
-        """Wait for all that is in flight. After a failure nothing is; the first one is raised."""
-        failure: HorovodInternalError | None = None
-        slots, self._in_flight = self._in_flight, []
-        for slot in slots:
-            try:
-                slot.handle.wait()  # type: ignore[union-attr]
-            except HorovodInternalError as error:
-                failure = failure or error
-            slot.handle = None
-            if slot.wire is not None and failure is None:
-                decompress = slot.group.settings.compression.decompress
-                assert slot.tensor is not None
-                with torch.no_grad():
-                    slot.tensor.copy_(decompress(slot.wire, slot.context))
-            slot.wire = slot.context = None
-        if failure is not None:
-            raise failure
-        return slots
-
-    def _put_back(self) -> None:
-        """Add the new reduced content to what had been set aside, and make that `.grad`."""
-        still = []
-        for slot in self._asides:
-            parameter, aside, tensor = slot.parameter(), slot.aside, slot.tensor
-            if aside is None:
-                continue
-            if tensor is None:  # not reduced in this round
-                still.append(slot)
-                continue
-            slot.aside = None
-            # If `.grad` is neither, the user has dropped or replaced it.
-            if parameter is not None and (parameter.grad is tensor or parameter.grad is aside):
-                with torch.no_grad():
-                    aside.add_(tensor)
-                parameter.grad = aside
-        self._asides = still
-
     def _abandon(self) -> None:
         """After a failure: nothing is accumulated, in flight or set aside any more."""
-        self._in_flight = []
-        self._asides = []
+        self.launches.abandon()
         for group in self.groups:
             group.fired = False
             group.clear_marks()
             for slot in group.slots:
                 slot.settle()
+
+
+def _all_launched(group: Group, marks: bytes) -> bool:
+    """The usual case: what any rank reduces was launched here, once."""
+    return marks == group.marks and max(marks) == LAUNCHED and WAITING not in marks
+
+
+def _marked(due: Iterable[tuple[Group, bytes]], wanted: int) -> list[Slot]:
+    return [
+        slot
+        for group, marks in due
+        for slot, mark in zip(group.slots, marks, strict=True)
+        if mark == wanted
+    ]
+
+
+def hold(rounds: Sequence[Rounds]) -> None:
+    """Hold a round in each of these process sets, at the same time.
+
+    Their meetings must not wait for one another: ranks may have reached different sets in a pass,
+    and a rank that is not needed in one set's meeting until later may be needed in another's now.
+    So all are announced before any is waited for, and whichever can go on does. After a failure
+    in one set the others are completed all the same; the first failure is raised.
+    """
+    if len(rounds) == 1:
+        for _ in rounds[0].meeting():
+            pass  # it waits by itself
+        return
+    meetings = [each.meeting() for each in rounds]
+    ready: queue.SimpleQueue[Meeting[None]] = queue.SimpleQueue()
+    for meeting in meetings:
+        ready.put(meeting)
+    failures: list[Exception] = []
+    left = len(meetings)
+    try:
+        while left:
+            meeting = ready.get()
+            try:
+                awaited = next(meeting)
+            except StopIteration:
+                left -= 1
+            except Exception as error:
+                failures.append(error)
+                left -= 1
+            else:
+                awaited.add_done_callback(functools.partial(ready.put, meeting))
+    finally:
+        for meeting in meetings:
+            meeting.close()
+    if failures:
+        raise failures[0]

@@ -4,13 +4,15 @@ The user's optimizer object is given a subclass of its own class in place, so it
 param groups, hooks and schedulers stay what they are. The gradients are reduced while `backward()`
 runs (see gradient_reducer.py). What is left to the optimizer is `step()`: it reduces what passes
 that were not due have left over. That happens in torch's own step hooks rather than in an
-overridden `step`, because learning-rate schedulers replace `step` on the instance.
+overridden `step`, because learning-rate schedulers replace `step` on the instance. With op=Adasum
+there is no reduction of gradients but one of what `step()` does: see adasum_step.py.
 """
 
 from __future__ import annotations
 
 import copyreg
 import functools
+import sys
 import types
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,13 +23,15 @@ import torch
 from torch import Tensor
 
 from . import basics
-from .collectives import Adasum, Average, Max, Min, Product, Sum
+from .adasum_step import AdasumStep
 from .compression import Compression
 from .gradient_groups import Group, Lease, Settings, Slot
 from .gradient_reducer import GradientReducer
+from .operation import ADASUM, AVERAGE, MAX, MIN, PRODUCT, SUM
+from .optimizer_arguments import check_registered, checked_buckets, checked_names, named, positive
 from .process_sets import ProcessSet, global_process_set
 
-_reducer = GradientReducer(process_set=0)
+_reducer = GradientReducer()
 basics.on_shutdown(_reducer.reset)
 
 _STATE = "_hvdtorch"  # the one attribute a wrapped optimizer has more
@@ -40,16 +44,29 @@ class _Wrapping:
         self.base = base  # the optimizer's class before
         self.names = names  # as given; of more parameters than the optimizer's, perhaps
         self.settings = settings
-        self.slots: list[Slot] = []  # of the optimizer's parameters; empty at size 1
+        # Whether there is anybody to reduce with; if not, the optimizer is as it was.
+        self.shared = settings.process_set.included() and (settings.process_set.size() or 1) > 1
+        self.adasum: AdasumStep | None = None
+        if self.shared and settings.op == ADASUM:
+            self.adasum = AdasumStep(settings.process_set, settings.compression)
+        self.slots: list[Slot] = []  # of the optimizer's parameters
         self.groups: list[Group] = []  # those of the slots, each once
         self.leases: list[Lease] = []
         self.own: Group | None = None  # where parameters that are added later go
         self.synchronized = False  # synchronize() was called since the last step()
         self.skipping = False  # inside skip_synchronize()
+        self.stepping: types.FrameType | None = None  # the outermost step() that is running
 
-    def reduce(self, owner: str, parameters: Sequence[tuple[str, Tensor]]) -> None:
+    def reduce(
+        self,
+        owner: str,
+        parameters: Sequence[tuple[str, Tensor]],
+        buckets: Iterable[Iterable[Tensor]] = (),
+    ) -> None:
         """Have these parameters reduced, too. Raises ValueError, see `GradientReducer.add`."""
-        slots = _reducer.add(owner, parameters, self.settings, self.own)
+        if not self.shared or self.adasum is not None:
+            return
+        slots = _reducer.add(owner, parameters, self.settings, self.own, buckets)
         self.slots += slots
         for slot in slots:
             if slot.group not in self.groups:
@@ -58,7 +75,10 @@ class _Wrapping:
             if slot.group.owner == owner:
                 self.own = slot.group
 
-    def before_step(self, has_closure: bool) -> None:
+    def before_step(self, optimizer: Any, has_closure: bool) -> None:
+        if self.adasum is not None:
+            self.adasum.begin(named(optimizer, self.names))
+            return
         if self.skipping or not self.groups:
             return
         if self.synchronized:
@@ -70,26 +90,43 @@ class _Wrapping:
             )
         # The backward() inside a closure meets the other ranks by itself.
         _reducer.flush(self.groups, meet=not (has_closure or self.synchronized))
-        for group in self.groups:
-            group.met = True  # if step() calls another step(), as some subclasses do
 
     def after_step(self) -> None:
+        if self.adasum is not None:
+            self.adasum.finish()
         self.synchronized = False
         for group in self.groups:
             group.met = False
 
 
+# The two hooks see the step() of every class whose step() calls that of its base, and only the
+# outermost counts. It is known by the frame that calls the hooks: a counter would be wrong for ever
+# after a step() that raised.
+
+
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     wrapping: _Wrapping | None = vars(optimizer).get(_STATE)
-    if wrapping is not None:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        wrapping.before_step(has_closure=closure is not None)
+    if wrapping is None or _is_running(wrapping.stepping):
+        return
+    wrapping.stepping = sys._getframe(1)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    wrapping.before_step(optimizer, has_closure=closure is not None)
 
 
 def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     wrapping: _Wrapping | None = vars(optimizer).get(_STATE)
-    if wrapping is not None:
-        wrapping.after_step()
+    if wrapping is None or wrapping.stepping is not sys._getframe(1):
+        return
+    wrapping.stepping = None
+    wrapping.after_step()
+
+
+def _is_running(frame: types.FrameType | None) -> bool:
+    """Whether the caller was called, perhaps indirectly, from this frame."""
+    caller: types.FrameType | None = sys._getframe(1)
+    while frame is not None and caller is not None and caller is not frame:
+        caller = caller.f_back
+    return frame is not None and caller is frame
 
 
 _STEP_HOOKS = {
@@ -113,8 +150,9 @@ class _DistributedOptimizer(_Optimizer):
         """Reduce what was accumulated and not reduced yet; in the ordinary case there is nothing.
 
         Ordinarily `backward()` has reduced the gradients when it returns. Left over are the passes
-        since the last reduction when `backward_passes_per_step` is more than 1. All ranks must call
-        this equally often.
+        since the last reduction when `backward_passes_per_step` is more than 1. All ranks of the
+        process set must call this equally often. Does nothing with op=Adasum, which reduces no
+        gradients.
         """
         wrapping = self._hvdtorch
         _reducer.flush(wrapping.groups, meet=not wrapping.synchronized)
@@ -124,7 +162,7 @@ class _DistributedOptimizer(_Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Inside, `step()` reduces nothing: for after an explicit `synchronize()`."""
+        """Inside, `step()` reduces no gradients: for after an explicit `synchronize()`."""
         self._hvdtorch.skipping = True
         try:
             yield
@@ -138,7 +176,7 @@ class _DistributedOptimizer(_Optimizer):
         `passes` is not positive.
         """
         wrapping = self._hvdtorch
-        wrapping.settings = wrapping.settings._replace(passes_per_step=_positive(passes))
+        wrapping.settings = wrapping.settings._replace(passes_per_step=positive(passes))
         for group in wrapping.groups:
             _reducer.configure(group, wrapping.settings)
 
@@ -156,9 +194,7 @@ class _DistributedOptimizer(_Optimizer):
         wrapping = self._hvdtorch
         index = len(self.param_groups) - 1
         try:
-            if wrapping.slots or basics.size() > 1:
-                parameters = list(_named(self, wrapping.names, groups=[index]))
-                wrapping.reduce(_owner(self), parameters)
+            wrapping.reduce(_owner(self), list(named(self, wrapping.names, groups=[index])))
         except ValueError:
             del self.param_groups[index]
             raise
@@ -203,17 +239,17 @@ class _DistributedOptimizer(_Optimizer):
 
     @property
     def sparse_as_dense(self) -> bool:
-        return False
+        return self._hvdtorch.settings.sparse_as_dense
 
     @property
     def process_set(self) -> ProcessSet:
-        return global_process_set
+        return self._hvdtorch.settings.process_set
 
     # Private, and yet read by tools and tests written for Horovod.
 
     @property
     def _parameter_names(self) -> dict[Tensor, str]:
-        return {parameter: name for name, parameter in _named(self, self._hvdtorch.names)}
+        return {parameter: name for name, parameter in named(self, self._hvdtorch.names)}
 
     @property
     def _requires_update(self) -> set[Tensor]:
@@ -245,14 +281,14 @@ def DistributedOptimizer(
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     compression: Any = Compression.none,
     backward_passes_per_step: int = 1,
-    op: int = Average,
+    op: int = AVERAGE,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | list[list[Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> _DistributedOptimizer:
-    """Make `optimizer` step on gradients that are reduced over all ranks.
+    """Make `optimizer` step on gradients that are reduced over all ranks of `process_set`.
 
     The optimizer is changed in place and returned: its class becomes a subclass of what it was,
     with the same name; state, defaults, param groups and schedulers are kept. When `backward()`
@@ -262,8 +298,20 @@ def DistributedOptimizer(
     `backward()` since the last step, `step()` reduces the gradients that were assigned by hand.
 
     All ranks must wrap the same parameters in the same order, and run the same number of
-    `backward()` passes between two steps, from one thread at a time. At size 1 the optimizer
-    behaves as before.
+    `backward()` passes between two steps, from one thread at a time. (Ranks that have called
+    `hvd.join()` are not waited for.) At size 1 the optimizer behaves as before.
+
+    Sparse (COO) gradients, such as those of `nn.Embedding(sparse=True)`, are reduced at the end of
+    the pass, and become the coalesced sum of all ranks' entries, also on ranks that had none.
+
+    With op=Adasum the gradients stay local, and `step()` combines what it does: each rank's own
+    optimizer steps on its own gradients, with its own momentum, and the changes that the ranks made
+    to each parameter are combined by Adasum and applied to the value before the step. So the
+    parameters are valid at any time and equal on all ranks after a step, `zero_grad()` may come
+    anywhere, and `backward_passes_per_step`, `synchronize()` and `skip_synchronize()` change
+    nothing: a step works on whatever was accumulated since the last `zero_grad()`. All ranks must
+    call `step()` equally often; with a GradScaler that needs an optimizer made with `fused=True`,
+    since another one's step is left out on the ranks that found an infinity.
 
     Copies and pickles of the result are plain optimizers that reduce nothing.
 
@@ -277,16 +325,30 @@ def DistributedOptimizer(
         "allreduce.<name>", which timelines and error texts show. Without it the names are
         "noname.<group>.<index>". Names an earlier optimizer used get a prefix "optimizer1.".
     compression
-        `hvd.Compression.none`, `.fp16`, `.bf16`, or any object with the same two methods.
+        `hvd.Compression.none`, `.fp16`, `.bf16`, or any object with the same two methods. Not used
+        for sparse gradients.
     backward_passes_per_step
         Passes to accumulate locally (a sum, not a mean) before one reduction. A `step()` or
         `synchronize()` before that reduces what there is.
     op
-        Average, Sum, Min, Max or Product, over the ranks.
+        Average, Sum, Min, Max or Product, over the ranks; or Adasum. Sparse gradients have Average
+        and Sum only, unless `sparse_as_dense`.
     gradient_predivide_factor
         f: with op=Average, scale by 1/f before the sum over P ranks, and by f/P after it.
-    num_groups, groups, sparse_as_dense, process_set
-        Only their defaults are supported yet.
+    num_groups
+        Deprecated name of `groups`, if that is a number.
+    groups
+        Gradients to reduce together, each group as one operation that starts when the last of its
+        gradients is ready. An int n cuts the parameters that require a gradient into n consecutive
+        groups of nearly equal number; a list of lists of parameters says what belongs together, and
+        every other parameter is alone. Where no rank has the gradients of a whole group, those
+        there are are reduced one by one. Not for sparse gradients. Parameters that are added later
+        or are already reduced for another optimizer are not put into groups.
+    sparse_as_dense
+        Reduce sparse gradients as dense tensors; they become sparse again. Then a gradient may be
+        sparse on some ranks and dense on others, too.
+    process_set
+        The ranks that reduce. On every other rank the optimizer behaves as before.
 
     Returns
     -------
@@ -298,9 +360,14 @@ def DistributedOptimizer(
         Names that are no (name, parameter) tuples, repeated, or missing for a parameter of the
         optimizer; an optimizer that is wrapped already; a parameter that is reduced with other
         settings for another optimizer; `backward_passes_per_step` not positive; a predivide factor
-        with another op than Average; hvdtorch not initialised.
-    NotImplementedError
-        Arguments that are not supported yet.
+        with another op than Average; a number of groups that is not positive, members of groups
+        that are no tensors or in two groups; hvdtorch not initialised.
+    TypeError
+        `groups` neither an int nor a list; a process set that is not registered.
+
+    `backward()` and `step()` raise HorovodInternalError if the ranks do not agree or a reduction
+    failed; ValueError, on all ranks, for a sparse gradient that cannot be reduced; TypeError once
+    the process set was removed.
     """
     if isinstance(optimizer, _DistributedOptimizer):
         raise ValueError(
@@ -308,29 +375,26 @@ def DistributedOptimizer(
         )
     if num_groups:
         warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=2)
-    unsupported = {
-        "op=Adasum": op == Adasum,
-        "groups": groups is not None or num_groups != 0,
-        "sparse_as_dense": bool(sparse_as_dense),
-        "process_set": process_set is not global_process_set,
-    }
-    for what, given in unsupported.items():
-        if given:
-            raise NotImplementedError(f"DistributedOptimizer: {what} is not supported yet")
-    if op not in (Average, Sum, Min, Max, Product):
-        raise ValueError(f"op must be one of hvd.Average, Sum, Min, Max, Product, not {op!r}")
-    if gradient_predivide_factor != 1.0 and op != Average:
+        groups = num_groups if groups is None else groups
+    if op not in (AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT):
+        raise ValueError(
+            f"op must be one of hvd.Average, Sum, Adasum, Min, Max, Product, not {op!r}"
+        )
+    if gradient_predivide_factor != 1.0 and op != AVERAGE:
         raise ValueError("gradient_predivide_factor needs op=hvd.Average")
     if not gradient_predivide_factor > 0:
         raise ValueError(
             f"gradient_predivide_factor must be positive, not {gradient_predivide_factor}"
         )
-    passes = _positive(backward_passes_per_step)
-    settings = Settings(op, compression, passes, float(gradient_predivide_factor))
-    names = _checked_names(optimizer, named_parameters)
+    passes = positive(backward_passes_per_step)
+    basics.size()  # raises before init()
+    check_registered(process_set)
+    factor = float(gradient_predivide_factor)
+    settings = Settings(op, compression, passes, factor, bool(sparse_as_dense), process_set)
+    names = checked_names(optimizer, named_parameters)
+    buckets = checked_buckets(optimizer, groups)
     wrapping = _Wrapping(type(optimizer), names, settings)
-    if basics.size() > 1:
-        wrapping.reduce(_owner(optimizer), list(_named(optimizer, names)))
+    wrapping.reduce(_owner(optimizer), list(named(optimizer, names)), buckets)
     base: type = type(optimizer)
     optimizer.__class__ = _wrapped_class(base)
     setattr(optimizer, _STATE, wrapping)
@@ -339,66 +403,8 @@ def DistributedOptimizer(
     return optimizer
 
 
-def _positive(passes: int) -> int:
-    if passes <= 0:
-        raise ValueError(f"backward_passes_per_step must be positive, not {passes}")
-    return passes
-
-
 def _owner(optimizer: Any) -> str:
     return f"the {type(optimizer).__name__} optimizer at 0x{id(optimizer):x}"
-
-
-def _checked_names(optimizer: Any, named: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
-    """Parameter to name. Of two names of one parameter (tied weights) the first counts."""
-    pairs = list(named) if named is not None else []
-    for pair in pairs:
-        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise ValueError(
-                "named_parameters must be (name, parameter) tuples, as model.named_parameters() "
-                f"gives; one entry is of type {type(pair).__name__}"
-            )
-    seen: set[str] = set()
-    repeated = sorted({name for name, _ in pairs if name in seen or seen.add(name)})  # type: ignore[func-returns-value]
-    if repeated:
-        raise ValueError(
-            f"named_parameters has more than one parameter named {', '.join(map(repr, repeated))}: "
-            "give each a name of its own, such as the model's name and a dot before it"
-        )
-    names: dict[Tensor, str] = {}
-    for name, parameter in pairs:
-        names.setdefault(parameter, name)
-    if pairs:
-        unnamed = [
-            f"number {index} of group {group} (shape {list(parameter.shape)})"
-            for group, index, parameter in _numbered(optimizer)
-            if parameter not in names
-        ]
-        if unnamed:
-            raise ValueError(
-                f"named_parameters lacks {len(unnamed)} of the optimizer's parameters: "
-                f"{', '.join(unnamed[:5])}{', ...' if len(unnamed) > 5 else ''}"
-            )
-    return names
-
-
-def _numbered(optimizer: Any) -> Iterator[tuple[int, int, Tensor]]:
-    """(group, index in it, parameter) for each of the optimizer's parameters, once."""
-    seen: set[int] = set()
-    for group, options in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(options["params"]):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield group, index, parameter
-
-
-def _named(
-    optimizer: Any, names: dict[Tensor, str], groups: Iterable[int] | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """(name, parameter) for the optimizer's parameters, or for those of some of its groups."""
-    for group, index, parameter in _numbered(optimizer):
-        if groups is None or group in groups:
-            yield names.get(parameter, f"noname.{group}.{index}"), parameter
 
 
 def _hook_step(optimizer: Any) -> None:

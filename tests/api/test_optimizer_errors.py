@@ -11,28 +11,6 @@ from torch import Tensor, nn
 import hvdtorch as hvd
 
 
-def sparse_gradient(everywhere: bool) -> tuple[str, float]:
-    table, w = nn.Embedding(3, 1, sparse=True), parameter(0.0)
-    optimizer = wrap({f"sparse.{everywhere}.table": table.weight, f"sparse.{everywhere}.w": w})
-    loss = w.sum() * (1.0 + hvd.rank())
-    if everywhere or hvd.rank() == 1:
-        loss = loss + table(torch.tensor([0, 1])).sum()
-    with pytest.raises(NotImplementedError) as error:
-        loss.backward()
-    optimizer.zero_grad()
-    push(1.0 + hvd.rank(), w)  # the job goes on
-    optimizer.step()
-    return str(error.value), w.grad.item()
-
-
-@pytest.mark.np(2)
-@pytest.mark.parametrize("everywhere", [True, False])
-def test_a_sparse_gradient_is_refused_on_all_ranks(cluster: Cluster, everywhere: bool) -> None:
-    (text, gradient), other = cluster.run(sparse_gradient, everywhere)
-    assert (text, gradient) == other
-    assert f"'sparse.{everywhere}.table'" in text and gradient == 1.5
-
-
 def disagreeing(what: str) -> tuple[str, float]:
     mine = hvd.rank() == 1
     a, b = parameter(0.0), parameter(0.0, 0.0)

@@ -373,18 +373,14 @@ def refused(case: str) -> None:
         "passes": (ValueError, "positive", {"backward_passes_per_step": 0}),
         "predivide": (ValueError, "hvd.Average", {"gradient_predivide_factor": 2.0, "op": hvd.Sum}),
         "op": (ValueError, "hvd.Average", {"op": 17}),
-        "adasum": (NotImplementedError, "Adasum", {"op": hvd.Adasum}),
-        "groups": (NotImplementedError, "groups", {"groups": 2}),
-        "sparse": (NotImplementedError, "sparse_as_dense", {"sparse_as_dense": True}),
-        "set": (NotImplementedError, "process_set", {"process_set": hvd.ProcessSet([0])}),
+        "adasum": (ValueError, "hvd.Average", {"gradient_predivide_factor": 2.0, "op": hvd.Adasum}),
+        "set": (TypeError, "not registered", {"process_set": hvd.ProcessSet([0])}),
+        "no set": (TypeError, "hvd.ProcessSet", {"process_set": [0]}),
     }
     kind, text, options = cases[case]
     with pytest.raises(kind, match=text):
         hvd.DistributedOptimizer(sgd, **{"named_parameters": named, **options})
     assert type(sgd) is torch.optim.SGD and not w._backward_hooks
-    if case == "groups":
-        with pytest.warns(DeprecationWarning), pytest.raises(NotImplementedError):
-            hvd.DistributedOptimizer(sgd, named, num_groups=2)
     hvd.DistributedOptimizer(sgd, named)
     with pytest.raises(ValueError, match="already"):
         hvd.DistributedOptimizer(sgd, named)
@@ -401,9 +397,8 @@ def refused(case: str) -> None:
         "predivide",
         "op",
         "adasum",
-        "groups",
-        "sparse",
         "set",
+        "no set",
     ],
 )
 def test_arguments_that_are_refused_change_nothing(cluster: Cluster, case: str) -> None:

@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 import hvdtorch as hvd
-from hvdtorch import gradient_rounds
+from hvdtorch import adasum_step, gradient_launches, gradient_rounds, gradient_sparse
+
+_SUBMITTERS = (adasum_step, gradient_launches, gradient_rounds, gradient_sparse)
 
 
 def parameter(*values: float, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -43,11 +45,13 @@ class Submissions(list[str]):
             self.append(name)
             return self._submit(kind, name, *rest)
 
-        gradient_rounds._submit = record
+        for module in _SUBMITTERS:
+            module._submit = record
         return self
 
     def __exit__(self, *_: object) -> None:
-        gradient_rounds._submit = self._submit
+        for module in _SUBMITTERS:
+            module._submit = self._submit
 
     def gradients(self) -> list[str]:
-        return sorted(name for name in self if not name.startswith("allreduce.hvdtorch."))
+        return sorted(name for name in self if ".hvdtorch." not in name)
