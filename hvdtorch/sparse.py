@@ -10,8 +10,9 @@ from torch import Tensor
 from .collective_arguments import checked_op
 from .exceptions import HorovodInternalError
 from .exchanges import allgather_async
-from .operation import AVERAGE, Handle, check_member, synchronize
+from .operation import AVERAGE, SUM, Handle, check_member, synchronize
 from .process_sets import ProcessSet, global_process_set
+from .reductions import allreduce_async
 
 
 def sparse_allreduce_async(
@@ -46,21 +47,23 @@ def sparse_allreduce_async(
     average = checked_op(op, what) == AVERAGE
     own = tensor.detach()
     # What the allgathers cannot see themselves: that all ranks mean the same shape and op.
-    statement = [average, own.sparse_dim(), *own.shape]
+    statement = torch.tensor([[process_set.rank(), own.sparse_dim(), *own.shape]])
+    one = torch.ones(1, dtype=torch.float64)
     handles = [
-        allgather_async(part, name=f"{name}.{kind}", process_set=process_set)
-        for kind, part in (
-            ("statement", torch.tensor([[process_set.rank(), *statement]])),
-            ("indices", own._indices().t().contiguous()),
-            ("values", own._values()),
-        )
+        allgather_async(statement, f"{name}.statement", process_set),
+        allreduce_async(
+            one, name=f"{name}.share", op=AVERAGE if average else SUM, process_set=process_set
+        ),
+        allgather_async(own._indices().t().contiguous(), f"{name}.indices", process_set),
+        allgather_async(own._values(), f"{name}.values", process_set),
     ]
 
     def finish() -> Tensor:
-        statements, indices, values = _all_results(handles)
+        statements, share, indices, values = _all_results(handles)
         _check_agreement(name, statements.tolist())
         if average:
-            values = values / (process_set.size() or 1)
+            # The average of ones says what an average divides by when some ranks have joined.
+            values = values / round(len(statements) / share.item())
         return torch.sparse_coo_tensor(indices.t(), values, own.shape, check_invariants=False)
 
     return finish
@@ -85,11 +88,10 @@ def _check_agreement(name: str, statements: list[list[int]]) -> None:
     if all(statement == statements[0][1:] for statement in said.values()):
         return
     texts = [
-        f"rank {rank}: {'Average' if average else 'Sum'} of shape {shape} "
-        f"({sparse_dim} of its dims sparse)"
-        for rank, (average, sparse_dim, *shape) in said.items()
+        f"rank {rank}: shape {shape} ({sparse_dim} of its dims sparse)"
+        for rank, (sparse_dim, *shape) in said.items()
     ]
     raise HorovodInternalError(
-        f"sparse_allreduce_async.{name}: the ranks disagree: {'; '.join(texts)}. All ranks must "
-        "pass tensors of one shape and the same op."
+        f"sparse_allreduce_async.{name}: the ranks disagree on shape: {'; '.join(texts)}. All "
+        "ranks must pass tensors of one shape."
     )

@@ -126,6 +126,22 @@ def test_casts_of_a_compression_are_differentiated(cluster):
     cluster.run(through_compression)
 
 
+def adasum_gradients() -> None:
+    x = leaf(5)
+    weights = torch.arange(5.0, dtype=torch.float64) + hvd.rank()
+    (hvd.allreduce(x, op=hvd.Adasum) * weights).sum().backward()
+    same(x.grad, hvd.allreduce(weights, op=hvd.Adasum))
+    x, y = leaf(5), leaf(2)
+    ys = hvd.grouped_allreduce([x, y], op=hvd.Adasum)
+    ((ys[0] * weights).sum() + ys[1].sum()).backward()
+    same(x.grad, hvd.allreduce(weights, op=hvd.Adasum))
+    same(y.grad, torch.ones(2, dtype=torch.float64))
+
+
+def test_adasum_is_the_adasum_of_the_gradients(cluster):
+    cluster.run(adasum_gradients)
+
+
 def second_order() -> None:
     size = hvd.size()
     x = torch.full((2,), 3.0, dtype=torch.float64, requires_grad=True)

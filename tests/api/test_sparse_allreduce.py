@@ -139,4 +139,27 @@ def disagree() -> list[str]:
 def test_disagreement_is_the_same_error_on_all_ranks(cluster):
     results = cluster.run(disagree)
     assert all(texts == results[0] for texts in results), results
-    assert "rank 0: Average" in results[0][3] and "rank 1: Sum" in results[0][3]
+    assert "rank 0: Average" in results[0][3] and ": Sum" in results[0][3]
+
+
+def without_the_lowest_rank(divide_by_active: bool) -> None:
+    rank, size = hvd.rank(), hvd.size()
+    if rank > 0:
+        given = torch.sparse_coo_tensor([[rank % 2]], [12.0], (2,))
+        divisor = size - 1 if divide_by_active else size
+        odd = len(range(1, size, 2))
+        for op, value in ((hvd.Sum, 12.0), (hvd.Average, 12.0 / divisor)):
+            result = hvd.sparse_allreduce_async(given, "table", op)()
+            assert result._nnz() == size - 1
+            same(result.to_dense(), torch.tensor([value * (size - 1 - odd), value * odd]))
+    hvd.join()
+
+
+@pytest.mark.np(2, 3, 4)
+def test_without_a_rank_that_has_joined(cluster):
+    cluster.run(without_the_lowest_rank, False)
+
+
+def test_the_divisor_of_the_ranks_that_are_left(all_clusters):
+    cluster = all_clusters.get(3, {"HVDTORCH_JOIN_DIVISOR": "active"})
+    cluster.run(without_the_lowest_rank, True)
