@@ -233,6 +233,15 @@ class Operation:
         results = synchronize(self.submit(tensors))
         return list(results) if isinstance(results, tuple) else [results]
 
+    def run_gather(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[list[int]]]:
+        """`run_detached` of an allgather; and per tensor the rows of each rank of the set."""
+        handle = self.submit(tensors)
+        native = handle._native
+        assert native is not None
+        results = synchronize(handle)
+        rows = [native.numbers(member) for member in range(len(tensors))]
+        return list(results) if isinstance(results, tuple) else [results], rows
+
     def result(self, native: _C.Handle, tensors: list[Tensor]) -> Any:
         """What `synchronize` returns for the completed operation on `tensors`."""
         outputs = tensors if self.in_place else native.outputs()
@@ -258,7 +267,12 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, operation: Operation, *tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs = operation.run_detached(tensors)
+        if operation.kind == ALLGATHER:
+            outputs, everyones_rows = operation.run_gather(tensors)
+            rank = operation.process_set.rank() or 0
+            ctx.starts = [sum(rows[:rank]) for rows in everyones_rows]
+        else:
+            outputs = operation.run_detached(tensors)
         ctx.operation = operation
         ctx.rows = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors]
         if operation.kind == ALLTOALL:
@@ -282,20 +296,11 @@ def _allreduce_gradient(ctx: Any, gradients: Sequence[Tensor]) -> list[Tensor]:
 def _allgather_gradient(ctx: Any, gradients: Sequence[Tensor]) -> list[Tensor]:
     """The rows this rank contributed, of the average of the gradients over the ranks."""
     operation: Operation = ctx.operation
-    rank = operation.process_set.rank() or 0
-    mine = torch.tensor([[rank, *ctx.rows]])  # with the rank: those that have joined are absent
-    everyones = operation.derived(label="allgather").submit([mine])
-    averages = operation.average(gradients)
-    table = synchronize(everyones)
-    if table[:, 1:].sum(0).tolist() != [gradient.shape[0] for gradient in gradients]:
-        raise HorovodInternalError(
-            f"the gradient of an {operation.label} does not fit the rows that the ranks say they "
-            "gave: a rank that had rows in it has joined since; call backward() on it first"
-        )
-    starts = table[table[:, 0] < rank, 1:].sum(0).tolist()
     return [
         average.narrow(0, start, count)
-        for average, start, count in zip(averages, starts, ctx.rows, strict=True)
+        for average, start, count in zip(
+            operation.average(gradients), ctx.starts, ctx.rows, strict=True
+        )
     ]
 
 
@@ -333,26 +338,25 @@ def _reducescatter_gradient(ctx: Any, gradients: Sequence[Tensor]) -> list[Tenso
         gradients = [gradient * factor for gradient in gradients]
     label = "grouped_allgather" if operation.grouped else "allgather"
     gather = operation.derived(kind=ALLGATHER, label=label)
-    gathered = gather.run(gradients)
-    if all(g.shape[0] == rows for g, rows in zip(gathered, ctx.rows, strict=True)):
-        return gathered
-    # Some ranks have joined since: no gradient came for their shares. Everybody sees that alike.
-    mine = torch.tensor([operation.process_set.rank()])
-    present = gather.derived(label="allgather").run_detached([mine])[0].tolist()
+    gathered, everyones_rows = gather.run_gather(gradients)
+    # From a rank that has joined since, no gradient came for its share.
     return [
-        _with_absent_shares(g, rows, ranks, present)
-        for g, rows in zip(gathered, ctx.rows, strict=True)
+        _with_absent_shares(gradient, rows, count)
+        for gradient, rows, count in zip(gathered, everyones_rows, ctx.rows, strict=True)
     ]
 
 
-def _with_absent_shares(gathered: Tensor, rows: int, ranks: int, present: list[int]) -> Tensor:
-    """Shares of the ranks in `present`, zeros in place of the others'."""
+def _with_absent_shares(gathered: Tensor, given: list[int], rows: int) -> Tensor:
+    """Each rank's share of `rows` rows, zeros for a rank that has given none."""
+    ranks = len(given)
     shares = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
-    pieces = iter(gathered.split([shares[rank] for rank in present]))
+    if given == shares:
+        return gathered
+    pieces = gathered.split(given)
     return torch.cat(
         [
-            next(pieces) if rank in present else _no_rows(gathered, share)
-            for rank, share in enumerate(shares)
+            piece if count == share else _no_rows(gathered, share)
+            for piece, count, share in zip(pieces, given, shares, strict=True)
         ]
     )
 
