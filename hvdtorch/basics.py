@@ -24,9 +24,10 @@ from hvdtorch.config import LOG_LEVELS, Config
 from hvdtorch.operation import BARRIER, SUM
 from hvdtorch.process_sets import (
     ProcessSet,
-    forget_all,
+    begin_job,
+    end_job,
+    find_registered,
     given_at_init,
-    global_process_set,
     register,
 )
 from hvdtorch.rendezvous import SHARED_SETTINGS, meet
@@ -48,7 +49,8 @@ def init(
     """Join the job: block until every rank has called it.
 
     Without a launcher this is a job of one process (rank 0, size 1). Calling it again while
-    initialised does nothing; after `shutdown()` it joins anew, if all ranks do.
+    initialised gives `process_sets` the ids of the sets of the same ranks that are registered, and
+    does nothing else; after `shutdown()` it joins anew, if all ranks do.
 
     Args:
         comm: None, the list of all ranks, or an mpi4py communicator of as many processes as the job
@@ -69,6 +71,7 @@ def init(
     _check_communicator(comm, launch.size)
     sets = given_at_init(process_sets)
     if _C.is_running():
+        find_registered(sets)
         return
     if _placement is not None:  # before it meets anybody, with the parent's connections
         raise _C.HorovodInternalError(
@@ -106,7 +109,7 @@ def init(
         _link = None
         raise
     _placement, _homogeneous = placement, homogeneous
-    global_process_set._bind(0, range(placement.size), placement.rank)
+    begin_job(placement.rank, placement.size, comm)
     _install_exit_hooks()
     try:
         register(sets)
@@ -199,7 +202,7 @@ def _leave(reason: str) -> None:
     _C.stop(reason)
     _link = None
     _placement = None
-    forget_all()
+    end_job()
 
 
 def on_shutdown(callback: Callable[[], None]) -> None:

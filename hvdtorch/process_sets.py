@@ -16,8 +16,8 @@ import torch
 
 from . import _C
 
-# Values of OpKind in csrc/core/types.h. Both kinds share a name, so that a rank that adds a set
-# while another removes one is told so.
+# Values of OpKind in csrc/core/types.h. All share a name, so that a rank that adds a set while
+# another removes one is told so.
 _ALLGATHER, _ADD, _REMOVE = 1, 7, 8
 _NAME = "process_sets"
 
@@ -54,7 +54,6 @@ class ProcessSet:
     def __init__(self, ranks_or_comm: Any) -> None:
         self.process_set_id = None
         self.mpi_comm = None
-        self._rank: int | None = None  # this process's global rank, once known
         if _is_communicator(ranks_or_comm):
             self.mpi_comm = ranks_or_comm
             self.ranks = None
@@ -71,12 +70,6 @@ class ProcessSet:
             raise ValueError(f"a process set has each rank once, not {members}")
         self.ranks = sorted(members)
 
-    def _bind(self, id: int, ranks: Iterable[int], rank: int) -> None:
-        """The job knows it by this id; `rank` is this process's global rank."""
-        self.process_set_id = id
-        self.ranks = list(ranks)
-        self._rank = rank
-
     def size(self) -> int | None:
         """Number of ranks in the set; None if it is not registered."""
         if self.process_set_id is None or self.ranks is None:
@@ -88,11 +81,12 @@ class ProcessSet:
 
         Raises ValueError if this process is not a member.
         """
-        if self.process_set_id is None or self.ranks is None or self._rank is None:
+        if self.process_set_id is None or self.ranks is None:
             return None
-        if self._rank not in self.ranks:
-            raise ValueError(f"rank {self._rank} is not a member of {self}")
-        return self.ranks.index(self._rank)
+        rank = _this_rank("ProcessSet.rank")
+        if rank not in self.ranks:
+            raise ValueError(f"rank {rank} is not a member of {self}")
+        return self.ranks.index(rank)
 
     def included(self) -> bool | None:
         """Whether this process is a member; None for a communicator that is not registered yet.
@@ -101,9 +95,7 @@ class ProcessSet:
         """
         if self.ranks is None and self.mpi_comm is not None:
             return None
-        rank = self._rank if self._rank is not None else global_process_set._rank
-        if rank is None:
-            raise ValueError("hvdtorch is not initialized: call hvd.init() first")
+        rank = _this_rank("ProcessSet.included")
         return self.ranks is not None and rank in self.ranks
 
     def __str__(self) -> str:
@@ -126,6 +118,7 @@ def _make_global() -> ProcessSet:
 
 global_process_set = _make_global()
 
+_rank: int | None = None  # this process's global rank, while the job runs
 _registered: list[ProcessSet] = []  # besides the global one
 
 
@@ -144,16 +137,16 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     HorovodInternalError
         On all ranks, if they add or remove different sets; the text says who does what.
     """
-    rank = _this_rank("add_process_set")
+    _this_rank("add_process_set")
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     if process_set.process_set_id is not None:
         raise ValueError(f"add_process_set: {process_set} is registered already")
-    if process_set.ranks is None:
+    if process_set.mpi_comm is not None or process_set.ranks is None:
         register([process_set])
         return process_set
     _check_ranks(process_set.ranks)
-    process_set._bind(_agree(_ADD, process_set.ranks), process_set.ranks, rank)
+    process_set.process_set_id = _agree(_ADD, process_set.ranks)
     _registered.append(process_set)
     return process_set
 
@@ -177,15 +170,14 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if not id or process_set not in _registered:
         return False
     _agree(_REMOVE, [id])
-    _registered.remove(process_set)
-    process_set.process_set_id = None
+    _forget(id)
     return True
 
 
 def _this_rank(what: str) -> int:
-    if global_process_set._rank is None:
+    if _rank is None:
         raise ValueError(f"{what}: hvdtorch is not initialized: call hvd.init() first")
-    return global_process_set._rank
+    return _rank
 
 
 def _check_ranks(ranks: list[int]) -> None:
@@ -229,34 +221,26 @@ def register(process_sets: list[ProcessSet]) -> None:
     ranks, if they differ in what they register or it cannot be registered.
     """
     rank = _this_rank("init")
-    # A communicator is told by its lowest rank: that makes the parts of a split known to all.
-    own = [
-        p.ranks if p.mpi_comm is None else min(p.mpi_comm.allgather(rank)) for p in process_sets
-    ]
+    own = [p.ranks if p.mpi_comm is None else "a communicator" for p in process_sets]
     everyones = _exchange(own)
-    alike = [
-        [entry if isinstance(entry, list) else "a communicator" for entry in theirs]
-        for theirs in everyones
-    ]
-    for other, theirs in enumerate(alike):
-        if theirs != alike[0]:
+    for other, theirs in enumerate(everyones):
+        if theirs != everyones[0]:
             raise ValueError(
                 "all ranks must register the same process sets in the same order: rank 0 has "
-                f"{alike[0]}, rank {other} has {theirs}"
+                f"{everyones[0]}, rank {other} has {theirs}"
             )
-    for index, process_set in enumerate(process_sets):
+    for process_set in process_sets:
         if process_set.mpi_comm is None:
             add_process_set(process_set)
             continue
-        leaders = [theirs[index] for theirs in everyones]
+        # A communicator is told by its lowest rank: that makes the parts of a split known to all.
+        own_leader = min(process_set.mpi_comm.allgather(rank))
+        leaders = _exchange(own_leader)
         for leader in sorted(set(leaders)):
             ranks = [r for r, its_leader in enumerate(leaders) if its_leader == leader]
-            if len(ranks) == len(leaders):
-                raise ValueError("a communicator of all ranks: that is hvd.global_process_set")
-            part = process_set if leader == own[index] else ProcessSet(ranks)
-            part.ranks = ranks
             _check_ranks(ranks)
-            part._bind(_agree(_ADD, ranks), ranks, rank)
+            part = process_set if leader == own_leader else ProcessSet(ranks)
+            part.process_set_id, part.ranks = _agree(_ADD, ranks), ranks
             _registered.append(part)
 
 
@@ -264,17 +248,47 @@ def _exchange(value: Any) -> list[Any]:
     """Every rank's value, which JSON can express, by rank."""
     text = json.dumps(value).encode() + b"\0"
     tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    name = f"allgather.{_NAME}"
-    handle = _C.submit(_ALLGATHER, name, name, [tensor], False, False, 1, 1.0, 1.0, 0, None, 0)
+    handle = _C.submit(_ALLGATHER, _NAME, _NAME, [tensor], False, False, 1, 1.0, 1.0, 0, None, 0)
     handle.wait()
-    texts = handle.outputs()[0].numpy().tobytes().split(b"\0")[:-1]
+    texts = bytes(handle.outputs()[0].tolist()).split(b"\0")[:-1]
     return [json.loads(text) for text in texts]
 
 
-def forget_all() -> None:
-    """The job has ended, and its process sets with it."""
-    for process_set in _registered:
+def find_registered(process_sets: list[ProcessSet]) -> None:
+    """Give these objects the ids of the registered sets of the same ranks.
+
+    Raises ValueError if there is none.
+    """
+    for process_set in process_sets:
+        same = [p for p in _registered if p.ranks == process_set.ranks]
+        if not same:
+            raise ValueError(
+                f"hvdtorch is initialized already, without {process_set}: register it by "
+                "hvd.add_process_set()"
+            )
+        if process_set not in _registered:
+            process_set.process_set_id = same[0].process_set_id
+            _registered.append(process_set)
+
+
+def _forget(id: int | None) -> None:
+    """A set has ended."""
+    for process_set in [p for p in _registered if p.process_set_id == id]:
+        _registered.remove(process_set)
         process_set.process_set_id = None
-        process_set._rank = None
-    _registered.clear()
-    global_process_set.ranks = global_process_set._rank = None
+
+
+def begin_job(rank: int, size: int, comm: Any) -> None:
+    """The job has begun, and its global process set with it; `comm` as given to `hvd.init()`."""
+    global _rank
+    _rank = rank
+    global_process_set.ranks = list(range(size))
+    global_process_set.mpi_comm = comm if _is_communicator(comm) else None
+
+
+def end_job() -> None:
+    """The job has ended, and its process sets with it."""
+    global _rank
+    _rank = global_process_set.ranks = global_process_set.mpi_comm = None
+    for process_set in list(_registered):
+        _forget(process_set.process_set_id)
