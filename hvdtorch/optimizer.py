@@ -322,8 +322,8 @@ def DistributedOptimizer(
     named_parameters
         (name, parameter) pairs, such as `model.named_parameters()`; may contain parameters that the
         optimizer does not have. The gradient of a parameter is reduced under the name
-        "allreduce.<name>", which timelines and error texts show. Without it the names are
-        "noname.<group>.<index>". Names an earlier optimizer used get a prefix "optimizer1.".
+        `allreduce.<name>`, which timelines and error texts show. Without it the names are
+        `noname.<group>.<index>`. Names an earlier optimizer used get a prefix "optimizer1.".
     compression
         `hvd.Compression.none`, `.fp16`, `.bf16`, or any object with the same two methods. Not used
         for sparse gradients.
@@ -352,7 +352,9 @@ def DistributedOptimizer(
 
     Returns
     -------
-    The optimizer, with `synchronize()`, `skip_synchronize()` and `set_backward_passes_per_step(n)`.
+    torch.optim.Optimizer
+        The optimizer, with `synchronize()`, `skip_synchronize()` and
+        `set_backward_passes_per_step(n)`.
 
     Raises
     ------

@@ -57,20 +57,30 @@ def test_a_table_that_does_not_exist_breaks_the_build(tables: ModuleType) -> Non
 
 
 @pytest.fixture(scope="module")
-def troubleshooting() -> str:
-    pages = sorted((DOCS / "troubleshooting").glob("*.md"))
-    return plain(" ".join(page.read_text() for page in pages))
+def explained(tables: ModuleType) -> str:
+    """The pages on which texts are explained."""
+    pages = [*sorted((DOCS / "troubleshooting").glob("*.md")), DOCS / "settings.md"]
+    return plain(" ".join(tables.on_page_markdown(page.read_text()) for page in pages))
 
 
-def test_every_error_text_is_explained(troubleshooting: str) -> None:
+def test_every_error_text_is_explained(explained: str) -> None:
     texts = all_texts()
     assert len(texts) > 150
     missing = [
-        f"{text.where}: {text.text}"
-        for text in texts
-        if text.longest.count(" ") >= 2 and plain(text.longest) not in troubleshooting
+        f"{text.where}: {text.text}" for text in texts if plain(text.longest) not in explained
     ]
     assert missing == [], "to be added to docs/troubleshooting:\n" + "\n".join(missing)
+
+
+def test_no_text_is_explained_that_does_not_exist() -> None:
+    known = [plain(text.longest) for text in all_texts(words=2)]
+    unknown = [
+        f"{page.name}:{number}: {line}"
+        for page in sorted((DOCS / "troubleshooting").glob("*.md"))
+        for number, line in enumerate(page.read_text().splitlines(), 1)
+        if re.fullmatch("`.*`", line) and not any(text in plain(line) for text in known)
+    ]
+    assert unknown == []
 
 
 def test_texts_are_found_in_both_languages() -> None:
