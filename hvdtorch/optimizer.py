@@ -268,8 +268,11 @@ class _DistributedOptimizer(_Optimizer):
 @functools.cache
 def _wrapped_class(base: type) -> type:
     """A subclass of `base` that cannot be told from it by name."""
+    # Libraries look for "horovod" in the text of the class.
+    known_as = sys.modules.get("horovod.torch.optimizer")
+    ours = getattr(known_as, "DistributedOptimizer", None) is DistributedOptimizer
     attributes = {
-        "__module__": __name__,
+        "__module__": "horovod.torch.optimizer" if ours else __name__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
     }

@@ -150,6 +150,21 @@ def test_a_star_import_takes_the_api_and_no_module() -> None:
     assert shown == "True\n"
 
 
+def test_a_wrapped_optimizers_class_has_horovods_name() -> None:
+    source = (
+        "import pickle, torch, {package}.torch as hvd\n"
+        "hvd.init()\n"
+        "plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)\n"
+        "optimizer = hvd.DistributedOptimizer(plain)\n"
+        "copied = pickle.loads(pickle.dumps(optimizer))\n"
+        "print(type(optimizer).__module__, type(optimizer).__name__, type(copied).__module__)"
+    )
+    shown = as_horovod(source.format(package="horovod"))
+    assert shown == "horovod.torch.optimizer SGD torch.optim.sgd\n"
+    shown = as_horovod(source.format(package="hvdtorch"))
+    assert shown == "hvdtorch.optimizer SGD torch.optim.sgd\n"
+
+
 # ---- what it leaves out ----
 
 NOT_YET = f"is not available in hvdtorch {__version__} yet"
