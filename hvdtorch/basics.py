@@ -112,7 +112,7 @@ def init(
     begin_job(placement.rank, placement.size, comm)
     _install_exit_hooks()
     try:
-        register(sets)
+        register(sets, "hvd.init")
     except BaseException as error:
         _leave(f"a failure of its hvd.init() ({error})")
         raise

@@ -214,15 +214,17 @@ def given_at_init(process_sets: Any) -> list[ProcessSet]:
     return [p if isinstance(p, ProcessSet) else ProcessSet(p) for p in process_sets]
 
 
-def register(process_sets: list[ProcessSet]) -> None:
+def register(process_sets: list[ProcessSet], name: str = _NAME) -> None:
     """Register these sets; all ranks must call it, with the same sets in the same order.
+
+    `name` is what a stall report calls it.
 
     Of a communicator, every part that the ranks hold is registered. Raises ValueError, on all
     ranks, if they differ in what they register or it cannot be registered.
     """
     rank = _this_rank("init")
     own = [p.ranks if p.mpi_comm is None else "a communicator" for p in process_sets]
-    everyones = _exchange(own)
+    everyones = _exchange(own, name)
     for other, theirs in enumerate(everyones):
         if theirs != everyones[0]:
             raise ValueError(
@@ -235,7 +237,7 @@ def register(process_sets: list[ProcessSet]) -> None:
             continue
         # A communicator is told by its lowest rank: that makes the parts of a split known to all.
         own_leader = min(process_set.mpi_comm.allgather(rank))
-        leaders = _exchange(own_leader)
+        leaders = _exchange(own_leader, name)
         for leader in sorted(set(leaders)):
             ranks = [r for r, its_leader in enumerate(leaders) if its_leader == leader]
             _check_ranks(ranks)
@@ -244,11 +246,11 @@ def register(process_sets: list[ProcessSet]) -> None:
             _registered.append(part)
 
 
-def _exchange(value: Any) -> list[Any]:
+def _exchange(value: Any, name: str) -> list[Any]:
     """Every rank's value, which JSON can express, by rank."""
     text = json.dumps(value).encode() + b"\0"
     tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    handle = _C.submit(_ALLGATHER, _NAME, _NAME, [tensor], False, False, 1, 1.0, 1.0, 0, None, 0)
+    handle = _C.submit(_ALLGATHER, name, name, [tensor], False, False, 1, 1.0, 1.0, 0, None, 0)
     handle.wait()
     texts = bytes(handle.outputs()[0].tolist()).split(b"\0")[:-1]
     return [json.loads(text) for text in texts]
