@@ -188,6 +188,8 @@ class Operation:
     root: int = 0  # rank within the process set
     splits: list[int] | None = None  # alltoall: rows to each rank of the set
     splits_device: torch.device = _CPU  # where the received ones are put
+    # allgather, when complete: per tensor the rows of each rank of the set
+    rows: list[list[int]] = dataclasses.field(default_factory=list)
 
     @property
     def grouped(self) -> bool:
@@ -233,18 +235,11 @@ class Operation:
         results = synchronize(self.submit(tensors))
         return list(results) if isinstance(results, tuple) else [results]
 
-    def run_gather(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[list[int]]]:
-        """`run_detached` of an allgather; and per tensor the rows of each rank of the set."""
-        handle = self.submit(tensors)
-        native = handle._native
-        assert native is not None
-        results = synchronize(handle)
-        rows = [native.numbers(member) for member in range(len(tensors))]
-        return list(results) if isinstance(results, tuple) else [results], rows
-
     def result(self, native: _C.Handle, tensors: list[Tensor]) -> Any:
         """What `synchronize` returns for the completed operation on `tensors`."""
         outputs = tensors if self.in_place else native.outputs()
+        if self.kind == ALLGATHER:
+            self.rows = [native.numbers(member) for member in range(len(tensors))]
         if self.kind == ALLTOALL:
             received = native.numbers()
             return outputs[0], torch.tensor(received, dtype=torch.int32, device=self.splits_device)
@@ -267,12 +262,7 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, operation: Operation, *tensors: Tensor) -> tuple[Tensor, ...]:
-        if operation.kind == ALLGATHER:
-            outputs, everyones_rows = operation.run_gather(tensors)
-            rank = operation.process_set.rank() or 0
-            ctx.starts = [sum(rows[:rank]) for rows in everyones_rows]
-        else:
-            outputs = operation.run_detached(tensors)
+        outputs = operation.run_detached(tensors)
         ctx.operation = operation
         ctx.rows = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors]
         if operation.kind == ALLTOALL:
@@ -296,11 +286,10 @@ def _allreduce_gradient(ctx: Any, gradients: Sequence[Tensor]) -> list[Tensor]:
 def _allgather_gradient(ctx: Any, gradients: Sequence[Tensor]) -> list[Tensor]:
     """The rows this rank contributed, of the average of the gradients over the ranks."""
     operation: Operation = ctx.operation
+    rank = operation.process_set.rank() or 0
     return [
-        average.narrow(0, start, count)
-        for average, start, count in zip(
-            operation.average(gradients), ctx.starts, ctx.rows, strict=True
-        )
+        average.narrow(0, sum(rows[:rank]), rows[rank])
+        for average, rows in zip(operation.average(gradients), operation.rows, strict=True)
     ]
 
 
@@ -338,11 +327,11 @@ def _reducescatter_gradient(ctx: Any, gradients: Sequence[Tensor]) -> list[Tenso
         gradients = [gradient * factor for gradient in gradients]
     label = "grouped_allgather" if operation.grouped else "allgather"
     gather = operation.derived(kind=ALLGATHER, label=label)
-    gathered, everyones_rows = gather.run_gather(gradients)
+    gathered = gather.run(gradients)
     # From a rank that has joined since, no gradient came for its share.
     return [
         _with_absent_shares(gradient, rows, count)
-        for gradient, rows, count in zip(gathered, everyones_rows, ctx.rows, strict=True)
+        for gradient, rows, count in zip(gathered, gather.rows, ctx.rows, strict=True)
     ]
 
 

@@ -152,6 +152,20 @@ def second_order() -> None:
     same(second, torch.full((2,), 18.0 * size**4, dtype=torch.float64) / size)
 
 
+def second_order_of_the_others() -> None:
+    size = hvd.size()
+    for function, divisor in (
+        (hvd.allgather, size),  # its gradient is an average, whose own gradient is one again
+        (hvd.alltoall, 1),
+        (lambda x: hvd.reducescatter(x.repeat(size), op=hvd.Sum), 1),
+    ):
+        x = torch.full((size,), 2.0, dtype=torch.float64, requires_grad=True)
+        (first,) = torch.autograd.grad((function(x) ** 3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+        # The first is c x**2 with some constant c, for equal x everywhere.
+        same(second, first.detach() / divisor)
+
+
 def graphs_only_where_asked_for() -> None:
     x = leaf(2)
     with torch.no_grad():
@@ -203,3 +217,4 @@ def test_backward_after_uneven_calls(cluster):
 
 def test_second_derivative(cluster):
     cluster.run(second_order)
+    cluster.run(second_order_of_the_others)
