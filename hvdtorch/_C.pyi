@@ -79,6 +79,7 @@ def renumber_unnamed() -> None:
 
 def excuse(seconds: float) -> None:
     """For so long this rank may submit nothing without being reported; 0: it is back."""
+
 def stop(reason: str) -> None:
     """Leave the job; idempotent. The other ranks are told `reason` ("" = plain shutdown)."""
 
