@@ -3,7 +3,7 @@
     python benchmarks/collectives.py --np 2
     python benchmarks/collectives.py --np 2 --sizes 4B,64KiB,4MiB --dtypes float32,bfloat16
     python benchmarks/collectives.py --np 2 --many 160x4KB,160x100KB --sizes none
-    python benchmarks/collectives.py --np 4 --collectives allreduce,allgather,broadcast
+    python benchmarks/collectives.py --np 4 --collectives allgather,broadcast,alltoall
     hvdrun -np 2 python benchmarks/collectives.py --json out.json
     torchrun --nproc-per-node 2 benchmarks/collectives.py
 
@@ -30,6 +30,8 @@ from collective_bench.cases import Case
 from collective_bench.measure import Bench
 from collective_bench.peers import PEERS, Hvdtorch, Peer
 
+SIZES = "4B,1KiB,4KiB,32KiB,64KiB,256KiB,1MiB,4MiB,64MiB"  # of allreduce
+FEW_SIZES = "4KiB,1MiB"  # of every other collective
 THREADS = 1  # per rank, of torch's own operators: ranks share the cores
 
 
@@ -80,13 +82,15 @@ def run(options: argparse.Namespace, peers: Sequence[Peer]) -> int:
 
 
 def make_cases(options: argparse.Namespace, size: int) -> list[Case]:
-    """All cases the options ask for: one tensor first, then many at once. Only allreduce has an op,
-    and only allreduce is measured on many tensors."""
+    """All cases the options ask for: one tensor first, then many at once. Only some collectives
+    have an op, and only allreduce is measured on many tensors."""
     single = [
         Case(collective, nbytes, dtype, op, size)
         for collective in options.collectives
         for dtype, op, nbytes in itertools.product(
-            options.dtypes, options.ops if collective == "allreduce" else ["-"], options.sizes
+            options.dtypes,
+            options.ops if collective in cases.REDUCING else ["-"],
+            sizes_of(collective, options),
         )
     ]
     many = [
@@ -97,6 +101,13 @@ def make_cases(options: argparse.Namespace, size: int) -> list[Case]:
         if "allreduce" in options.collectives
     ]
     return single + many
+
+
+def sizes_of(collective: str, options: argparse.Namespace) -> list[int]:
+    """Bytes of one tensor: --sizes, or what stands for it."""
+    if options.sizes is not None:
+        return options.sizes
+    return listed(cases.parse_bytes)(SIZES if collective == "allreduce" else FEW_SIZES)
 
 
 def describe(peers: Sequence[Peer]) -> dict[str, Any]:
@@ -164,14 +175,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add(
         "--collectives",
         type=listed(one_of(cases.COLLECTIVES)),
-        default="allreduce",
-        help=f"comma list of {', '.join(cases.COLLECTIVES)} (allreduce)",
+        default="allreduce,alltoall,reducescatter",
+        help=f"comma list of {', '.join(cases.COLLECTIVES)} (%(default)s)",
     )
     add(
         "--sizes",
         type=listed(cases.parse_bytes),
-        default="4B,1KiB,4KiB,32KiB,64KiB,256KiB,1MiB,4MiB,64MiB",
-        help="bytes of one tensor, comma list, or none; 1KB = 1000, 1KiB = 1024 (%(default)s)",
+        help="bytes of one tensor, comma list, or none; 1KB = 1000, 1KiB = 1024 "
+        f"(allreduce: {SIZES}; the others: {FEW_SIZES})",
     )
     add(
         "--many",
@@ -189,7 +200,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--ops",
         type=listed(one_of(cases.OPS)),
         default="sum",
-        help="of allreduce: comma list of sum, average (sum)",
+        help=f"of {' and '.join(cases.REDUCING)}: comma list of sum, average (sum)",
     )
     add(
         "--peers",
@@ -204,15 +215,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name in ("np", "iterations", "seconds"):
         if getattr(options, name) <= 0:
             parser.error(f"--{name} must be above 0")
-    if not options.collectives or not (options.sizes or options.many):
-        parser.error("nothing to measure: --collectives is empty, or both --sizes and --many are")
     for name in ("dtypes", "ops"):
         if not getattr(options, name):
             parser.error(f"--{name} is empty")
     try:
-        make_cases(options, int(os.environ.get("WORLD_SIZE", options.np)))
+        asked = make_cases(options, int(os.environ.get("WORLD_SIZE", options.np)))
     except ValueError as error:
         parser.error(str(error))
+    if not asked:
+        parser.error("nothing to measure: name --collectives, and --sizes (or --many of allreduce)")
     return options
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-COLLECTIVES = ("allreduce", "allgather", "broadcast")
+COLLECTIVES = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
+REDUCING = ("allreduce", "reducescatter")  # these have an op
 OPS = ("sum", "average")
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -49,14 +50,14 @@ def show_bytes(count: int) -> str:
 class Case:
     """One line of the benchmark.
 
-    `nbytes` is what one rank holds per tensor: the tensor itself for allreduce and broadcast, the
-    gathered result for allgather. With `tensors` > 1 all are started, then all are waited for.
+    `nbytes` is what one rank holds per tensor: the gathered result for allgather, the whole input
+    otherwise. With `tensors` > 1 all are started, then all are waited for.
     """
 
     collective: str
     nbytes: int
     dtype_name: str
-    op: str  # one of OPS for allreduce, "-" otherwise
+    op: str  # one of OPS for REDUCING, "-" otherwise
     size: int  # ranks
     tensors: int = 1
 
@@ -79,10 +80,12 @@ class Case:
 
     @property
     def count(self) -> int:
-        """Elements of one tensor as `nbytes` has it, at least 1; for allgather rounded up to the
-        same number from each rank."""
+        """Elements of one tensor as `nbytes` has it, at least 1; rounded up to equal parts of all
+        ranks where the collective has such parts."""
         count = max(1, self.nbytes // self.dtype.itemsize)
-        return count + -count % self.size if self.collective == "allgather" else count
+        return (
+            count if self.collective in ("allreduce", "broadcast") else count + -count % self.size
+        )
 
     @property
     def total_bytes(self) -> int:
@@ -102,7 +105,7 @@ class Case:
     # a wrong place shows; the second differs between ranks, so a rank counted twice shows.
 
     def _largest_value(self) -> int:
-        if self.collective == "allreduce":
+        if self.collective in REDUCING:
             return self.size * 4 + self.size * (self.size - 1) // 2
         return 4 + self.size - 1
 
@@ -119,12 +122,22 @@ class Case:
         rank_term = (self._positions(tensor) + rank) % self.size
         return (self._place_term(tensor) + rank_term).to(self.dtype)
 
-    def result(self, tensor: int = 0) -> torch.Tensor:
-        """What every rank must hold afterwards: [count]."""
+    def result(self, rank: int, tensor: int = 0) -> torch.Tensor:
+        """What rank `rank` must hold afterwards: [count], for reducescatter [count / ranks]."""
         if self.collective == "broadcast":
             return self.input(ROOT, tensor)
         if self.collective == "allgather":
-            return torch.cat([self.input(rank, tensor) for rank in range(self.size)])
+            return torch.cat([self.input(source, tensor) for source in range(self.size)])
+        if self.collective == "alltoall":
+            inputs = (self.input(source, tensor) for source in range(self.size))
+            return torch.cat([self._part(whole, rank) for whole in inputs])
+        reduced = self._reduced(tensor)
+        return self._part(reduced, rank) if self.collective == "reducescatter" else reduced
+
+    def _part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        return whole.chunk(self.size)[rank]
+
+    def _reduced(self, tensor: int) -> torch.Tensor:
         sums = self._place_term(tensor) * self.size + self.size * (self.size - 1) // 2
         if self.op == "sum":
             return sums.to(self.dtype)
@@ -143,13 +156,15 @@ class Case:
 
         With n ranks, each rank must send and receive for every byte of the operation
 
-            allreduce  2 (n - 1) / n    (reduce-scatter, then allgather)
-            allgather    (n - 1) / n    (all but its own part)
-            broadcast  1                (each byte leaves the root once)
+            allreduce      2 (n - 1) / n    (reducescatter, then allgather)
+            allgather        (n - 1) / n    (all but its own part)
+            alltoall         (n - 1) / n    (likewise)
+            reducescatter    (n - 1) / n    (likewise)
+            broadcast      1                (each byte leaves the root once)
 
         so the number compares with the speed of the link whatever n is. Source: NVIDIA nccl-tests,
         doc/PERFORMANCE.md ("Bandwidth"), https://github.com/NVIDIA/nccl-tests.
         """
         n = self.size
-        factor = {"allreduce": 2 * (n - 1) / n, "allgather": (n - 1) / n, "broadcast": 1.0}
-        return self.algbw(seconds) * factor[self.collective]
+        factor = {"allreduce": 2 * (n - 1) / n, "broadcast": 1.0}
+        return self.algbw(seconds) * factor.get(self.collective, (n - 1) / n)

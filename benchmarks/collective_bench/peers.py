@@ -1,4 +1,4 @@
-"""Who is measured: one class per library, all with the same five methods; `PEERS` is their table.
+"""Who is measured: one class per library, all with the same methods; `PEERS` is their table.
 
 To add a library, write its class and add a row. One that needs an interpreter of its own overrides
 `prepare` and `sample` instead of the collectives, and forwards both to a process beside each rank.
@@ -54,25 +54,37 @@ class Peer:
         """In place from rank ROOT, blocking."""
         raise NotImplementedError
 
+    def alltoall(self, tensor: Tensor) -> Tensor:
+        """An equal part of the tensor to each rank, one from each in rank order; blocking."""
+        raise NotImplementedError
+
+    def reducescatter(self, tensor: Tensor, op: str) -> Tensor:
+        """This rank's equal part of the reduced tensor, blocking; op is "sum" or "average"."""
+        raise NotImplementedError
+
     # ---- one measurement ----
 
     def prepare(self, case: Case, rank: int) -> None:
         """Make the tensors of `case`; nothing of this is timed."""
         self._case = case
         self._inputs = [case.input(rank, i) for i in range(case.tensors)]
-        self._expected = [case.result(i) for i in range(case.tensors)]
+        self._expected = [case.result(rank, i) for i in range(case.tensors)]
         if case.collective == "broadcast" and rank != ROOT:
             self._inputs = [torch.zeros_like(tensor) for tensor in self._inputs]
         self._tensors = [tensor.clone() for tensor in self._inputs]
         tensors, first = self._tensors, self._tensors[0]
-        if case.collective == "allgather":
-            self._run = lambda: [self.allgather(first)]
-        elif case.collective == "broadcast":
-            self._run = lambda: [self.broadcast_(first)]
-        elif case.tensors > 1:
+        if case.tensors > 1:
             self._run = lambda: self.allreduce_many_(tensors, case.op)
-        else:
-            self._run = lambda: [self.allreduce_(first, case.op)]
+            return
+        run_one: dict[str, Callable[[], Tensor]] = {
+            "allreduce": lambda: self.allreduce_(first, case.op),
+            "allgather": lambda: self.allgather(first),
+            "broadcast": lambda: self.broadcast_(first),
+            "alltoall": lambda: self.alltoall(first),
+            "reducescatter": lambda: self.reducescatter(first, case.op),
+        }
+        run = run_one[case.collective]
+        self._run = lambda: [run()]
 
     def sample(self, barrier: Callable[[], None]) -> tuple[int, int]:
         """Run the prepared case once: (nanoseconds on this rank, wrong elements on this rank)."""
@@ -132,6 +144,12 @@ class Hvdtorch(Peer):
     def broadcast_(self, tensor: Tensor) -> Tensor:
         return self._hvd.broadcast_(tensor, ROOT, name=self._names[0])
 
+    def alltoall(self, tensor: Tensor) -> Tensor:
+        return self._hvd.alltoall(tensor, name=self._names[0])
+
+    def reducescatter(self, tensor: Tensor, op: str) -> Tensor:
+        return self._hvd.reducescatter(tensor, name=self._names[0], op=self._ops[op])
+
 
 class Gloo(Peer):
     """torch.distributed with its Gloo backend."""
@@ -141,8 +159,9 @@ class Gloo(Peer):
     def setup(self) -> None:
         # A group of its own: the default one belongs to the benchmark.
         self._group = dist.new_group(backend="gloo")
-        # Older torch knows it by its second name only.
+        # Older torch knows them by their second names only.
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
     def close(self) -> None:
         dist.destroy_process_group(self._group)
@@ -174,6 +193,16 @@ class Gloo(Peer):
     def broadcast_(self, tensor: Tensor) -> Tensor:
         dist.broadcast(tensor, ROOT, group=self._group)
         return tensor
+
+    def alltoall(self, tensor: Tensor) -> Tensor:
+        output = torch.empty_like(tensor)
+        dist.all_to_all_single(output, tensor, group=self._group)
+        return output
+
+    def reducescatter(self, tensor: Tensor, op: str) -> Tensor:
+        output = tensor.new_empty(self._case.count // self._case.size)
+        self._scatter(output, tensor, group=self._group)
+        return self._average(output) if op == "average" else output
 
 
 PEERS: dict[str, type[Peer]] = {"gloo": Gloo}

@@ -20,7 +20,7 @@ from collective_bench.measure import Timing
 
 OURS = "hvdtorch"
 _COLUMNS = (
-    ("collective", 10),
+    ("collective", 13),
     ("tensors", 7),
     ("bytes", 9),
     ("count", 9),

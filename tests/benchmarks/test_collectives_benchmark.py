@@ -5,6 +5,7 @@ No time is asserted: times belong to machines.
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,8 @@ SCRIPT = REPOSITORY / "benchmarks" / "collectives.py"
 @pytest.mark.timeout(200)
 def test_run_on_two_ranks_writes_checked_rows(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    options = "--np 2 --sizes 4B,4KiB --many 3x4KB --collectives allreduce,allgather,broadcast"
-    options += " --dtypes float32,bfloat16 --ops sum,average --iterations 3"
+    options = "--np 2 --sizes 4B,4KiB --many 3x4KB --dtypes float32,bfloat16 --ops sum,average"
+    options += " --iterations 3 --collectives allreduce,allgather,broadcast,alltoall,reducescatter"
     job = run_script(1, SCRIPT, timeout=180, args=[*options.split(), "--json", str(file)])
     assert job.returncode == 0, job.outputs
     document = json.loads(file.read_text())
@@ -37,6 +38,8 @@ def test_run_on_two_ranks_writes_checked_rows(tmp_path: Path) -> None:
             ("allreduce", 3, ("sum", "average")),
             ("allgather", 1, ("-",)),
             ("broadcast", 1, ("-",)),
+            ("alltoall", 1, ("-",)),
+            ("reducescatter", 1, ("sum", "average")),
         )
         for op in ops
         for dtype in ("float32", "bfloat16")
@@ -60,7 +63,10 @@ def test_run_on_two_ranks_writes_checked_rows(tmp_path: Path) -> None:
         ("--many 160", "'160' is not a number"),
         ("--ops product", "'product' is none of sum, average"),
         ("--sizes none --many none", "nothing to measure"),
+        ("--sizes none --collectives alltoall", "nothing to measure"),
+        ("--collectives none", "nothing to measure"),
         ("--np 100 --dtypes bfloat16", "cannot be checked"),
+        ("--np 100 --dtypes bfloat16 --collectives reducescatter", "cannot be checked"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(
@@ -70,6 +76,16 @@ def test_options_that_make_no_sense_are_refused(
         collectives.parse(options.split())
     assert ended.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_only_allreduce_has_many_sizes_by_default() -> None:
+    def lines(options: str) -> dict[str, int]:
+        made = collectives.make_cases(collectives.parse(options.split()), 2)
+        return dict(Counter(case.collective for case in made if case.tensors == 1))
+
+    assert lines("") == {"allreduce": 9, "alltoall": 2, "reducescatter": 2}
+    assert lines("--sizes 4B") == {"allreduce": 1, "alltoall": 1, "reducescatter": 1}
+    assert lines("--sizes none") == {}
 
 
 def test_sizes_are_decimal_or_binary_as_written() -> None:
@@ -89,13 +105,22 @@ def test_expected_results_follow_from_the_inputs_and_are_exact(dtype: str, size:
     inputs = [case("allreduce", "sum").input(rank, tensor=7).double() for rank in range(size)]
     total = torch.stack(inputs).sum(0)
     assert len(total.unique()) == 5  # neighbours differ, so a misplaced block shows
-    assert torch.equal(case("allreduce", "sum").result(7).double(), total)
+    assert torch.equal(case("allreduce", "sum").result(0, tensor=7).double(), total)
     average = total / size if cases.DTYPES[dtype].is_floating_point else (total / size).trunc()
-    assert torch.equal(case("allreduce", "average").result(7).double(), average)
+    assert torch.equal(case("allreduce", "average").result(0, tensor=7).double(), average)
     gathered = torch.cat([case("allgather").input(rank) for rank in range(size)])
-    assert torch.equal(case("allgather").result(), gathered)
+    assert torch.equal(case("allgather").result(0), gathered)
     assert gathered.numel() == case("allgather").count
-    assert torch.equal(case("broadcast").result(), case("broadcast").input(cases.ROOT))
+    assert torch.equal(case("broadcast").result(0), case("broadcast").input(cases.ROOT))
+    for op, whole in (("sum", total), ("average", average)):
+        parts = [case("reducescatter", op).result(rank, tensor=7) for rank in range(size)]
+        assert torch.equal(torch.cat(parts).double(), whole)
+        assert len({part.numel() for part in parts}) == 1
+    sent = torch.stack([case("alltoall").input(rank) for rank in range(size)])  # [from, to x part]
+    received = torch.stack([case("alltoall").result(rank) for rank in range(size)])
+    exchanged = sent.unflatten(1, (size, -1)).transpose(0, 1).flatten(1)
+    assert torch.equal(received, exchanged)
+    assert size == 1 or not torch.equal(received, sent)
 
 
 def test_sizes_round_to_whole_elements() -> None:
@@ -103,7 +128,8 @@ def test_sizes_round_to_whole_elements() -> None:
         return cases.Case(collective, nbytes, "float32", "-", 3).count
 
     assert [count("broadcast", n) for n in (1, 7, 8)] == [1, 1, 2]
-    assert [count("allgather", n) for n in (1, 12, 16)] == [3, 3, 6]
+    for collective in ("allgather", "alltoall", "reducescatter"):
+        assert [count(collective, n) for n in (1, 12, 16)] == [3, 3, 6]
 
 
 def test_bus_bandwidth() -> None:
@@ -113,6 +139,8 @@ def test_bus_bandwidth() -> None:
     assert case("allreduce", "sum").algbw(0.001) == 4.0
     assert case("allreduce", "sum").busbw(0.001) == 6.0
     assert case("allgather").busbw(0.001) == 3.0
+    assert case("alltoall").busbw(0.001) == 3.0
+    assert case("reducescatter", "sum").busbw(0.001) == 3.0
     assert case("broadcast").busbw(0.001) == 4.0
     assert case("allreduce", "sum", tensors=10).busbw(0.01) == 6.0
 
