@@ -25,6 +25,9 @@ _NAME = "process_sets"
 class ProcessSet:
     """A set of ranks. Two objects are equal only if they are the same object.
 
+    A copy of a registered set, also one that was pickled on another rank or in another job, is the
+    registered set of the same ranks; where there is none, it is a new set that is not registered.
+
     Parameters
     ----------
     ranks_or_comm : iterable of int, or mpi4py.MPI.Comm
@@ -98,11 +101,23 @@ class ProcessSet:
         rank = _this_rank("ProcessSet.included")
         return self.ranks is not None and rank in self.ranks
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Ids and communicators mean something in one job only, ranks in all.
+        if self is global_process_set:
+            return _restored, (None,)
+        return _restored, (self.mpi_comm if self.ranks is None else self.ranks,)
+
     def __str__(self) -> str:
         return (
             f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, "
             f"mpi_comm={self.mpi_comm})"
         )
+
+
+def _restored(ranks_or_comm: Any) -> ProcessSet:
+    if ranks_or_comm is None:
+        return global_process_set
+    return _registered_like(ranks_or_comm) or ProcessSet(ranks_or_comm)
 
 
 def _is_communicator(value: object) -> bool:
@@ -186,7 +201,7 @@ def _check_ranks(ranks: list[int]) -> None:
         raise ValueError(f"process set {ranks}: the job has the ranks 0-{len(everyone) - 1}")
     if ranks == everyone:
         raise ValueError(f"process set {ranks}: that is hvd.global_process_set")
-    if any(ranks == known.ranks for known in _registered):
+    if _registered_like(ranks):
         raise ValueError(f"process set {ranks} is registered already")
 
 
@@ -262,15 +277,19 @@ def find_registered(process_sets: list[ProcessSet]) -> None:
     Raises ValueError if there is none.
     """
     for process_set in process_sets:
-        same = [p for p in _registered if p.ranks == process_set.ranks]
-        if not same:
+        known = _registered_like(process_set.ranks)
+        if known is None:
             raise ValueError(
                 f"hvdtorch is initialized already, without {process_set}: register it by "
                 "hvd.add_process_set()"
             )
         if process_set not in _registered:
-            process_set.process_set_id = same[0].process_set_id
+            process_set.process_set_id = known.process_set_id
             _registered.append(process_set)
+
+
+def _registered_like(ranks: object) -> ProcessSet | None:
+    return next((p for p in _registered if p.ranks == ranks), None)
 
 
 def _forget(id: int | None) -> None:

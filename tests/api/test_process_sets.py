@@ -34,8 +34,9 @@ def life_of_a_set() -> list[int | None]:
     assert type(first) is int and first > 0
     assert str(some) == f"ProcessSet(process_set_id={first}, ranks=[0, {size - 1}], mpi_comm=None)"
     assert some.size() == 2
-    for clone in (copy.deepcopy(some), pickle.loads(pickle.dumps(some))):
-        assert clone != some and str(clone) == str(some) and clone.included() == some.included()
+    for each in (some, hvd.global_process_set):
+        assert copy.copy(each) is copy.deepcopy(each) is pickle.loads(pickle.dumps(each)) is each
+    assert hvd.broadcast_object(some, size - 1) is some
     if rank in (0, size - 1):
         assert some.included() and some.rank() == (0 if rank == 0 else 1)
     else:
@@ -51,6 +52,8 @@ def life_of_a_set() -> list[int | None]:
     assert some.process_set_id is None and some.ranks == [0, size - 1]
     assert some.size() is None and some.rank() is None
     assert some.included() is (rank in (0, size - 1))
+    clone = pickle.loads(pickle.dumps(some))
+    assert clone is not some and clone != some and str(clone) == str(some)
     for gone in (some, hvd.ProcessSet([0]), hvd.global_process_set):
         assert hvd.remove_process_set(gone) is False
     assert hvd.add_process_set(some) is some

@@ -110,19 +110,21 @@ def test_the_job_ends_after_the_shutdown_time(run):
         assert re.search(rf"rank 2 \(host \S+\) waits for allreduce\.v {re.escape(where)}", output)
 
 
-LATE = """
+def late(wait: str, rank: int = 0) -> str:
+    """A script in which this rank comes late to `w`."""
+    return f"""
 hvd.init()
 hvd.allreduce(x, name="first")
-if rank == 0:
+if rank == {rank}:
     {wait}
-assert hvd.allreduce(x, name="w", op=hvd.Sum).item() == 6
+assert hvd.allreduce(x, name="w", op=hvd.Sum).item() == sum(range(hvd.size()))
 hvd.barrier()
 """
 
 
 def test_a_late_rank_is_reported_once_and_the_result_is_right(run):
     wait = 'await_report("allreduce.w"); time.sleep(1.2)'
-    script = LATE.format(wait=wait)
+    script = late(wait)
     text, result = run(4, script, LOG_LEVEL="info")
     assert text.count(HEADER) == 1, text
     w = at(script, 'name="w"')
@@ -132,25 +134,22 @@ def test_a_late_rank_is_reported_once_and_the_result_is_right(run):
     assert (text + result.stdout).count("no longer stalled: allreduce.w") == 1, text
 
 
-def test_an_expected_stall_is_not_reported_and_does_not_end_the_job(run):
-    text, _ = run(
-        4,
-        LATE.format(
-            wait="""
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_expected_stall_is_not_reported_and_does_not_end_the_job(run, rank):
+    wait = """
     with hvd.expected_stall(30):
         with hvd.expected_stall(0.1):
             pass
         time.sleep(1.7)
 """
-        ),
-        warn=0.5,
-        stop=1,
-    )
+    text, _ = run(3, late(wait, rank), warn=0.5, stop=1)
     assert text == ""
 
 
-def test_after_an_expected_stall_the_clock_starts_anew(run):
-    for wait in (
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "wait",
+    [
         """
     with hvd.expected_stall(1):
         await_report("allreduce.w")
@@ -160,9 +159,12 @@ def test_after_an_expected_stall_the_clock_starts_anew(run):
         time.sleep(0.7)
     await_report("allreduce.w")
 """,
-    ):
-        text, _ = run(2, LATE.replace("== 6", "== 1").format(wait=wait))
-        assert "rank 0 has not submitted allreduce.w" in text, text
+    ],
+    ids=["too short", "over"],
+)
+def test_after_an_expected_stall_the_clock_starts_anew(run, wait, rank):
+    text, _ = run(2, late(wait, rank))
+    assert f"rank {rank} has not submitted allreduce.w" in text, text
 
 
 def test_the_arguments_of_expected_stall(run):
@@ -238,7 +240,7 @@ except hvd.HorovodInternalError as error:
     "settings", [{"STALL_CHECK_DISABLE": "1", "stop": 0.5}, {"LOG_LEVEL": "error"}, {"warn": 0}]
 )
 def test_nothing_is_reported_where_it_is_switched_off(run, settings):
-    text, _ = run(4, LATE.format(wait="time.sleep(1.2)"), **settings)
+    text, _ = run(4, late("time.sleep(1.2)"), **settings)
     assert text == ""
 
 
@@ -320,7 +322,7 @@ assert all(hvd.synchronize(handle).item() == 1 for handle in handles)
 
 def test_a_shutdown_time_below_the_warning_time_is_said_to_be_ignored(run):
     wait = 'await_report("allreduce.w"); time.sleep(0.5)'
-    text, _ = run(4, LATE.format(wait=wait), warn=1, stop=0.3)
+    text, _ = run(4, late(wait), warn=1, stop=0.3)
     assert text.count(HEADER) == 1, text
     assert "ignoring HVDTORCH_STALL_SHUTDOWN_TIME_SECONDS: 0.3 s are less than the 1 s" in text
     assert "rank 0 has not submitted allreduce.w" in text
