@@ -111,7 +111,7 @@ class Slot:
         if sparse_dim is not None:
             indices = torch.empty((sparse_dim, 0), dtype=torch.int64)
             values = torch.empty((0, *self.shape[sparse_dim:]), dtype=dtype)
-            return torch.sparse_coo_tensor(indices, values, self.shape, is_coalesced=True)
+            return coo(indices, values, self.shape, coalesced=True)
         if parameter is None:  # the model is gone here, but not yet on all ranks
             return torch.zeros(self.shape, dtype=dtype)
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -120,6 +120,15 @@ class Slot:
         """Let go of everything but the parameter; nothing of this slot is in flight."""
         self.handle = self.tensor = self.wire = self.context = self.aside = None
         self.guarded = False
+
+
+def coo(
+    indices: Tensor, values: Tensor, shape: torch.Size, coalesced: bool | None = None
+) -> Tensor:
+    """A sparse tensor of entries that are known to be valid, so that torch need not warn."""
+    return torch.sparse_coo_tensor(
+        indices, values, shape, check_invariants=False, is_coalesced=coalesced
+    )
 
 
 class Bucket:

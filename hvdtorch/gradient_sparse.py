@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import _C
 from .exceptions import HorovodInternalError
-from .gradient_groups import Meeting, Slot
+from .gradient_groups import Meeting, Slot, coo
 from .operation import ALLGATHER, ALLREDUCE, AVERAGE, SUM
 from .process_sets import ProcessSet
 
@@ -155,9 +155,7 @@ class SparseReduction:
             values = _scaled(values, share).div(ranks)
         values = _scaled(values, group.postscale).to(gradient.dtype)
         with torch.no_grad():
-            gradient.copy_(
-                torch.sparse_coo_tensor(total.indices(), values, total.shape, is_coalesced=True)
-            )
+            gradient.copy_(coo(total.indices(), values, gradient.shape, coalesced=True))
 
 
 def complete(reductions: list[SparseReduction], share: float, ranks: int) -> Meeting[None]:
@@ -201,7 +199,7 @@ def _summed(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
     """The coalesced COO tensor of these entries; narrow floats as float32, to be rounded once."""
     if values.is_floating_point() and values.itemsize < 4:
         values = values.float()
-    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False).coalesce()
+    return coo(indices, values, shape).coalesce()
 
 
 def _scaled(values: Tensor, factor: float) -> Tensor:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import basics
+from . import basics, presence
 from .adasum_step import AdasumStep
 from .compression import Compression
 from .gradient_groups import Group, Lease, Settings, Slot
@@ -33,6 +33,7 @@ from .process_sets import ProcessSet, global_process_set
 
 _reducer = GradientReducer()
 basics.on_shutdown(_reducer.reset)
+presence.on_join(_reducer.realign)
 
 _STATE = "_hvdtorch"  # the one attribute a wrapped optimizer has more
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from . import _C
 from .operation import JOIN, SUM
 
 _pauses: list[float] = []  # when each `expected_stall` that this rank is in ends
+
+_after_join: list[Callable[[], None]] = []
 
 
 def join(device: int = -1) -> int:
@@ -45,7 +47,14 @@ def join(device: int = -1) -> int:
     handle = _C.submit(JOIN, "join.noname", "join", [], False, False, SUM, 1.0, 1.0, 0, None, 0)
     handle.wait()
     _C.renumber_unnamed()
+    for callback in _after_join:
+        callback()
     return handle.numbers()[0]
+
+
+def on_join(callback: Callable[[], None]) -> None:
+    """Have `callback()` run at the end of each join (for modules that count what ranks do)."""
+    _after_join.append(callback)
 
 
 @contextmanager
