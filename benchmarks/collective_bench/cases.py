@@ -83,9 +83,8 @@ class Case:
         """Elements of one tensor as `nbytes` has it, at least 1; rounded up to equal parts of all
         ranks where the collective has such parts."""
         count = max(1, self.nbytes // self.dtype.itemsize)
-        return (
-            count if self.collective in ("allreduce", "broadcast") else count + -count % self.size
-        )
+        in_parts = self.collective not in ("allreduce", "broadcast")
+        return count + -count % self.size if in_parts else count
 
     @property
     def total_bytes(self) -> int:
