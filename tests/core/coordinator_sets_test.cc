@@ -207,6 +207,7 @@ const Case absent_error("an error is none of the absent ranks' business", [] {
 
 const Case stalls(
     "the stall report keeps the coordinator's deadlines, and its end ends the job", [] {
+      configure_log(LogLevel::kFatal, false);
       Job job(3, 1000, milliseconds(5), milliseconds(60'000), milliseconds(90'000));
       job.ready(0, allreduce_of("a"));
       check_eq(job.entries(), "");
