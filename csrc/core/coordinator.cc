@@ -62,6 +62,11 @@ void Coordinator::on_statement(int rank, Statement statement, Clock::time_point 
     stalls_.on_ready(rank, ready->desc, now);
     negotiator_.on_ready(rank, std::move(*ready), now);
   } else if (const auto* finished = std::get_if<Finished>(&statement)) {
+    const auto lane = lanes_.find(finished->process_set);
+    if (lane != lanes_.end() &&
+        finished->launches > static_cast<uint32_t>(lane->second.unfinished)) {
+      throw DecodeError("it finished launches that were not made");
+    }
     on_launches_finished(finished->process_set, static_cast<int>(finished->launches));
   } else if (const auto* excuse = std::get_if<Excuse>(&statement)) {
     stalls_.excuse(rank, std::chrono::duration<double>(excuse->seconds), now);
@@ -152,7 +157,9 @@ void Coordinator::inspect_stalls(Clock::time_point now) {
 std::vector<Entry> Coordinator::take_entries(Clock::time_point now) {
   if (failure_due_ && now >= *failure_due_) end(*failure_, true);
   std::vector<Entry> entries;
-  for (Decision& decision : negotiator_.take_decisions()) decide(std::move(decision), entries);
+  for (Decision& decision : negotiator_.take_decisions()) {
+    if (!ended_) decide(std::move(decision), entries);
+  }
   if (!ended_) inspect_stalls(now);
   if (ended_) {
     entries.clear();
@@ -204,7 +211,7 @@ void Coordinator::distribute(const std::vector<Entry>& entries,
     SlotWriter none(0);
     for (auto it = begin; it != end; ++it) {
       const auto set = set_of(*it);
-      // A launch has a lane; what has none (an error of a removed set) needs no slots.
+      // A set that was removed has no lane: the last of it is encoded in full.
       const auto lane = set ? lanes_.find(*set) : lanes_.end();
       encode(frame, *it, lane == lanes_.end() ? none : lane->second.slots);
     }

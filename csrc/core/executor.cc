@@ -95,6 +95,8 @@ void Executor::submit(Work work) {
   changed_.notify_all();
 }
 
+void Executor::close_partial_transports() { submit({}); }
+
 bool Executor::drain(std::chrono::milliseconds limit) {
   std::unique_lock lock(mutex_);
   return changed_.wait_for(lock, limit, [this] { return queue_.empty() && !busy_; });
@@ -128,23 +130,17 @@ void Executor::loop() {
     {
       std::unique_lock lock(mutex_);
       changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
-      if (queue_.empty()) return;
+      if (queue_.empty()) break;
       work = std::move(queue_.front());
       queue_.pop_front();
       busy_ = true;
     }
-    std::string error;
-    try {
-      run(work);
-    } catch (const TransportError& failure) {
-      error = hooks_.await_cause(failure.what());
-    } catch (const std::exception& failure) {
-      // Out of memory, say: the ranks are out of step from here on.
-      error = hooks_.await_cause(std::string("the executor failed: ") + failure.what());
-    }
-    for (auto& op : work.operations) hooks_.complete(op, error);
     const bool reported = work.reported;
-    work = {};
+    if (work.launch.items.empty()) {
+      drop_parties([](const std::vector<int>& absent) { return !absent.empty(); });
+    } else {
+      carry_out(std::move(work));
+    }
     {
       std::lock_guard lock(mutex_);
       busy_ = false;
@@ -153,6 +149,33 @@ void Executor::loop() {
     if (!reported) continue;
     finished_.fetch_add(1);
     hooks_.launch_finished();
+  }
+  // The executor of a removed process set may be kept for a while, but not its memory.
+  arena_ = {};
+  drop_parties([](const std::vector<int>&) { return true; });
+  ended_ = true;
+}
+
+// The operations are destroyed before this returns, and so before the launch counts as finished.
+void Executor::carry_out(Work work) {
+  std::string error;
+  try {
+    run(work);
+  } catch (const TransportError& failure) {
+    error = hooks_.await_cause(failure.what());
+  } catch (const std::exception& failure) {
+    // Out of memory, say: the ranks are out of step from here on.
+    error = hooks_.await_cause(std::string("the executor failed: ") + failure.what());
+  }
+  for (auto& op : work.operations) hooks_.complete(op, error);
+}
+
+void Executor::drop_parties(bool (*dropped)(const std::vector<int>& absent)) {
+  std::vector<Party> gone;  // destroyed after the lock is free
+  std::lock_guard lock(mutex_);
+  for (auto it = parties_.begin(); it != parties_.end();) {
+    if (dropped(it->first)) gone.push_back(std::move(it->second));
+    it = dropped(it->first) ? parties_.erase(it) : std::next(it);
   }
 }
 

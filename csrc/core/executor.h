@@ -26,7 +26,7 @@ namespace hvdtorch {
 
 // A launch and this rank's operations for it, item by item.
 struct Work {
-  Launch launch;
+  Launch launch;  // without items: close_partial_transports()
   std::vector<std::shared_ptr<Operation>> operations;
   bool reported = false;  // this rank tells the coordinator when it is finished
 };
@@ -66,6 +66,10 @@ class Executor {
   ~Executor();
 
   void submit(Work work);
+  // In the order of the log, like a launch: ranks that had joined are back, so that the transports
+  // without them, of which there may be many, are closed. (All ranks do so at the same place, since
+  // both ends of a transport must be new.)
+  void close_partial_transports();
 
   // How many launches that this rank reports were finished since the last call.
   int take_finished() noexcept { return finished_.exchange(0); }
@@ -81,6 +85,8 @@ class Executor {
   void retire() noexcept;
   // Waits for that.
   void stop() noexcept;
+  // It has happened: stop() and the destructor will not wait.
+  bool ended() const noexcept { return ended_; }
 
   int thread_id() const noexcept { return thread_id_; }
 
@@ -93,6 +99,8 @@ class Executor {
   };
 
   void loop();
+  void carry_out(Work work);
+  void drop_parties(bool (*dropped)(const std::vector<int>& absent));
   Party& party_without(const std::vector<int>& absent);
   void run(Work& work);
   void run_allreduce(Work& work, const Party& party);
@@ -109,11 +117,12 @@ class Executor {
   std::deque<Work> queue_;
   bool busy_ = false;
   bool stopping_ = false;
-  std::map<std::vector<int>, Party> parties_;  // by the absent ranks; added by the thread only
+  std::map<std::vector<int>, Party> parties_;  // by the absent ranks; changed by the thread only
   std::optional<std::string> aborted_;         // why
   Arena arena_;                                // executor thread only
   std::atomic<int> finished_{0};
   std::atomic<int> thread_id_{0};
+  std::atomic<bool> ended_{false};
   std::thread thread_;
 };
 

@@ -48,6 +48,11 @@ void put_ints(std::string& out, const std::vector<int64_t>& values) {
   out.append(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(int64_t));
 }
 
+void put_absent(std::string& out, const std::vector<int>& ranks) {
+  put<uint8_t>(out, ranks.empty() ? 0 : 1);
+  if (!ranks.empty()) put_ints(out, {ranks.begin(), ranks.end()});
+}
+
 // Reads from a frame; every method checks what is left first.
 class Cursor {
  public:
@@ -143,6 +148,17 @@ Desc get_desc(Cursor& in) {
   return desc;
 }
 
+std::vector<int> get_absent(Cursor& in) {
+  std::vector<int> ranks;
+  if (!in.flag()) return ranks;
+  for (int64_t rank : in.ints()) {
+    const int64_t least = ranks.empty() ? 0 : ranks.back() + int64_t{1};
+    if (rank < least || rank > INT32_MAX) throw DecodeError("absent ranks are not ascending");
+    ranks.push_back(static_cast<int>(rank));
+  }
+  return ranks;
+}
+
 constexpr uint8_t kHasPayload = 1;
 
 Ready get_ready(Cursor& in, SlotReader& slots, bool is_new) {
@@ -163,13 +179,7 @@ Launch get_launch(Cursor& in, LogSlots& log_slots) {
   const auto process_set = in.get<uint32_t>();
   SlotReader& slots = log_slots.of(process_set);
   launch.inlined = in.flag();
-  if (in.flag()) {
-    for (int64_t rank : in.ints()) {
-      const int64_t least = launch.absent.empty() ? 0 : launch.absent.back() + int64_t{1};
-      if (rank < least || rank > INT32_MAX) throw DecodeError("absent ranks are not ascending");
-      launch.absent.push_back(static_cast<int>(rank));
-    }
-  }
+  launch.absent = get_absent(in);
   const size_t n = in.count(6);
   if (n == 0) throw DecodeError("a launch of nothing");
   launch.items.reserve(n);
@@ -193,6 +203,7 @@ Launch get_launch(Cursor& in, LogSlots& log_slots) {
 Error get_error(Cursor& in) {
   Error error;
   error.process_set = in.get<uint32_t>();
+  error.absent = get_absent(in);
   const size_t n = in.count(4);
   for (size_t i = 0; i < n; ++i) error.names.push_back(in.text());
   error.text = in.text();
@@ -272,8 +283,7 @@ void encode(std::string& frame, const Entry& entry, SlotWriter& slots) {
     put<uint8_t>(frame, static_cast<uint8_t>(Tag::kLaunch));
     put<uint32_t>(frame, launch->items.front().desc->process_set);
     put<uint8_t>(frame, launch->inlined ? 1 : 0);
-    put<uint8_t>(frame, launch->absent.empty() ? 0 : 1);
-    if (!launch->absent.empty()) put_ints(frame, {launch->absent.begin(), launch->absent.end()});
+    put_absent(frame, launch->absent);
     put<uint32_t>(frame, static_cast<uint32_t>(launch->items.size()));
     for (const auto& item : launch->items) {
       const auto [slot, known] = slots.choose(item.desc);
@@ -287,6 +297,7 @@ void encode(std::string& frame, const Entry& entry, SlotWriter& slots) {
   } else if (const auto* error = std::get_if<Error>(&entry)) {
     put<uint8_t>(frame, static_cast<uint8_t>(Tag::kError));
     put<uint32_t>(frame, error->process_set);
+    put_absent(frame, error->absent);
     put<uint32_t>(frame, static_cast<uint32_t>(error->names.size()));
     for (const auto& name : error->names) put_text(frame, name);
     put_text(frame, error->text);

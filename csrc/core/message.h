@@ -74,9 +74,11 @@ struct Launch {
   std::vector<int> absent;  // ranks in the set, ascending, that have joined and take no part
   std::vector<LaunchItem> items;
 };
-// These operations fail on every rank, the job goes on.
+// These operations fail on every rank that submitted them, the job goes on.
 struct Error {
   uint32_t process_set = 0;
+  // As in a launch. (Such a rank may have an operation of that name: a later one.)
+  std::vector<int> absent;
   std::vector<std::string> names;
   std::string text;
 };

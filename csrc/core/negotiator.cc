@@ -7,6 +7,8 @@
 #include <set>
 #include <sstream>
 
+#include "kernels/reduce_cpu.h"
+
 namespace hvdtorch {
 namespace {
 
@@ -211,6 +213,11 @@ void Negotiator::check(int rank, int index, const Set& set, const Ready& ready) 
   if (ready.payload && !silent && ready.payload->size() != static_cast<size_t>(desc.bytes())) {
     throw DecodeError(who + " sent a payload of the wrong length");
   }
+  if (ready.payload && desc.kind == OpKind::kAllreduce) {
+    const auto size = static_cast<int64_t>(set.ranks.size());
+    const auto why = why_not_reducible({desc.dtype, desc.op, desc.prescale, desc.postscale, size});
+    if (!why.empty()) throw DecodeError(who + " wants to reduce what cannot be reduced: " + why);
+  }
   if (desc.kind < OpKind::kJoin) return;
   if (desc.process_set != 0 || !desc.group.empty()) {
     throw DecodeError(who + " wants to " + name_of(desc.kind) +
@@ -225,7 +232,7 @@ void Negotiator::check(int rank, int index, const Set& set, const Ready& ready) 
     if (values.empty() || !ascending || values.front() < 0 || values.back() >= size) {
       throw DecodeError(who + " wants to add a process set of impossible ranks");
     }
-  } else if (values.size() != 1 || values[0] <= 0) {
+  } else if (values.size() != 1 || values[0] <= 0 || values[0] > UINT32_MAX) {
     throw DecodeError(who + " wants to remove an impossible process set");
   }
 }
@@ -252,7 +259,7 @@ void Negotiator::on_ready(int rank, Ready ready, Clock::time_point now) {
   const std::string name = ready.desc->name;
   if (set.removed) {  // it crossed the removal on its way here
     decisions_.push_back(
-        {{}, Error{id, {name}, name + ": process set " + std::to_string(id) + " was removed"}});
+        {{}, Error{id, {}, {name}, name + ": process set " + std::to_string(id) + " was removed"}});
     return;
   }
   if (ready.desc->kind == OpKind::kJoin) {
@@ -263,7 +270,7 @@ void Negotiator::on_ready(int rank, Ready ready, Clock::time_point now) {
   Pending& pending = it->second;
   if (pending.by_rank.empty()) {
     pending.by_rank.resize(set.ranks.size());
-    pending.age = ages_.insert(ages_.end(), {next_age_++, now, id, name});
+    pending.age = ages_.emplace_hint(ages_.end(), next_age_++, Age{now, id, name});
   }
   if (pending.by_rank[static_cast<size_t>(index)].desc) {
     throw DecodeError("rank " + std::to_string(rank) + " submitted " + name + " twice");
@@ -279,7 +286,7 @@ void Negotiator::join(int rank, Ready ready) {
   ++num_joined_;
   // What waited for this rank does so no longer.
   for (auto age = ages_.begin(); age != ages_.end();) {
-    const Age& current = *age++;  // complete() erases it
+    const Age& current = (age++)->second;  // complete() erases it
     Set& set = sets_.at(current.process_set);
     if (!std::binary_search(set.ranks.begin(), set.ranks.end(), rank)) continue;
     if (nobody_missing(set, set.pending.at(current.name))) {
@@ -294,8 +301,8 @@ void Negotiator::join(int rank, Ready ready) {
   decisions_.push_back(std::move(decision));
 }
 
-// What an agreement changes here, and the numbers that its ranks are told. Sets `error` if it
-// cannot be carried out after all.
+// What an agreement adds here, and the numbers that its ranks are told. Sets `error` if it cannot
+// be carried out after all.
 std::vector<int64_t> Negotiator::consequence(const Agreement& agreement, std::string& error) {
   const OpDesc& desc = *agreement.desc;
   std::vector<int> absent;
@@ -318,6 +325,11 @@ std::vector<int64_t> Negotiator::consequence(const Agreement& agreement, std::st
   if (desc.kind == OpKind::kAddProcessSet) {
     // Ids are not used again: a late message about a removed set cannot be taken for a new one's.
     const uint32_t id = sets_.rbegin()->first + 1;
+    if (id > kMaxProcessSets) {
+      error = desc.name + ": this job has added " + std::to_string(kMaxProcessSets) +
+              " process sets, which is the most: use a set again instead of adding one like it";
+      return {};
+    }
     Set set;
     set.ranks.assign(values.begin(), values.end());
     sets_.emplace(id, std::move(set));
@@ -327,8 +339,6 @@ std::vector<int64_t> Negotiator::consequence(const Agreement& agreement, std::st
   const auto found = sets_.find(id);
   if (found == sets_.end() || found->second.removed) {
     error = desc.name + ": there is no process set " + std::to_string(id);
-  } else {
-    remove_set(id);
   }
   return {};
 }
@@ -336,7 +346,7 @@ std::vector<int64_t> Negotiator::consequence(const Agreement& agreement, std::st
 void Negotiator::remove_set(uint32_t id) {
   Set& set = sets_.at(id);
   set.removed = true;
-  Error error{id, {}, ""};
+  Error error{id, {}, {}, ""};
   for (const auto& [name, pending] : set.pending) {
     error.names.push_back(name);
     ages_.erase(pending.age);
@@ -375,6 +385,8 @@ void Negotiator::complete(uint32_t id, Set& set, const std::string& name) {
   }
   const Desc desc = agreement.desc = first->desc;
   const std::string group_of_first = desc->group;
+  const std::vector<int> absent = agreement.absent;
+  uint32_t removed = 0;
   if (text.empty()) {
     // A broadcast needs the root's payload only; the other kinds need everyone's.
     const bool by_root = desc->kind == OpKind::kBroadcast;
@@ -392,6 +404,9 @@ void Negotiator::complete(uint32_t id, Set& set, const std::string& name) {
       }
     } else {
       agreement.numbers = consequence(agreement, text);
+      if (text.empty() && desc->kind == OpKind::kRemoveProcessSet) {
+        removed = static_cast<uint32_t>(integers_in(agreement.payloads.front()).front());
+      }
     }
   }
   // Ranks that disagree on the group itself: the member fails at once, and so does every group
@@ -406,9 +421,11 @@ void Negotiator::complete(uint32_t id, Set& set, const std::string& name) {
     if (text.empty()) {
       decision.agreed.push_back(std::move(agreement));
     } else {
-      decision.error = Error{id, {name}, text};
+      decision.error = Error{id, absent, {name}, text};
     }
     decisions_.push_back(std::move(decision));
+    // After it: what the set agreed on is launched first, and what it did not fails then.
+    if (removed != 0) remove_set(removed);
   }
   for (const Ready& r : by_rank) {
     if (!r.desc || r.desc->group.empty() || groups.erase(r.desc->group) == 0) continue;
@@ -430,7 +447,7 @@ void Negotiator::complete(uint32_t id, Set& set, const std::string& name) {
     if (group.error.empty()) {
       decision.agreed = std::move(group.agreed);
     } else {
-      decision.error = Error{id, std::move(group.names), std::move(group.error)};
+      decision.error = Error{id, absent, std::move(group.names), std::move(group.error)};
     }
     // No names: every member failed on its own.
     if (!decision.error || !decision.error->names.empty())
@@ -443,10 +460,10 @@ std::vector<Decision> Negotiator::take_decisions() { return std::exchange(decisi
 
 std::vector<Negotiator::Waiting> Negotiator::waiting() const {
   std::vector<Waiting> all;
-  for (const Age& age : ages_) {
+  for (const auto& [id, age] : ages_) {
     const Set& set = sets_.at(age.process_set);
     const Pending& pending = set.pending.at(age.name);
-    Waiting w{age.id, age.since, {}, {}};
+    Waiting w{id, age.since, {}, {}};
     for (size_t i = 0; i < set.ranks.size(); ++i) {
       if (pending.by_rank[i].desc) {
         w.ready.emplace_back(set.ranks[i], pending.by_rank[i].desc);
@@ -461,7 +478,7 @@ std::vector<Negotiator::Waiting> Negotiator::waiting() const {
 
 std::optional<Negotiator::Clock::time_point> Negotiator::waiting_since() const {
   if (ages_.empty()) return std::nullopt;
-  return ages_.front().since;
+  return ages_.begin()->second.since;
 }
 
 }  // namespace hvdtorch

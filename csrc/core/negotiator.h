@@ -9,7 +9,6 @@
 
 #include <chrono>
 #include <cstdint>
-#include <list>
 #include <map>
 #include <optional>
 #include <string>
@@ -20,6 +19,9 @@
 #include "core/message.h"
 
 namespace hvdtorch {
+
+// How many process sets a job may add. Bounds what ids are made into: a transport's tags.
+inline constexpr uint32_t kMaxProcessSets = 1 << 20;
 
 // A tensor that every rank of its process set is ready for or absent from, and on whose description
 // all agree.
@@ -66,12 +68,12 @@ class Negotiator {
     std::vector<int> missing;                 // global ranks
   };
   std::vector<Waiting> waiting() const;
+  bool is_waiting(uint64_t id) const { return ages_.contains(id); }
   // When the oldest of them was first submitted.
   std::optional<Clock::time_point> waiting_since() const;
 
  private:
   struct Age {
-    uint64_t id;
     Clock::time_point since;
     uint32_t process_set;
     std::string name;
@@ -79,7 +81,7 @@ class Negotiator {
   struct Pending {
     std::vector<Ready> by_rank;  // index: rank in the set; desc null: not yet
     int count = 0;
-    std::list<Age>::iterator age;
+    std::map<uint64_t, Age>::iterator age;
   };
   struct Group {
     std::vector<Agreement> agreed;
@@ -105,7 +107,7 @@ class Negotiator {
   std::map<uint32_t, Set> sets_;
   std::vector<char> joined_;  // by global rank
   int num_joined_ = 0;
-  std::list<Age> ages_;  // of everything pending, oldest first
+  std::map<uint64_t, Age> ages_;  // of everything pending, by id: oldest first
   uint64_t next_age_ = 0;
   std::vector<Decision> decisions_;
 };

@@ -276,12 +276,16 @@ void Runtime::apply(Entry entry) {
   if (auto* launch = std::get_if<Launch>(&entry)) {
     apply_launch(std::move(*launch));
   } else if (const auto* error = std::get_if<Error>(&entry)) {
+    const auto set = sets_.find(error->process_set);
+    const int index = set == sets_.end() ? -1 : set->second.index;
+    if (std::binary_search(error->absent.begin(), error->absent.end(), index)) return;
     for (const std::string& name : error->names) {
       std::shared_ptr<Operation> op;
       {
         std::lock_guard lock(mutex_);
         const auto it = in_flight_.find(key_of(error->process_set, name));
-        if (it == in_flight_.end()) continue;
+        // Of a removed set, an earlier operation of that name may still run.
+        if (it == in_flight_.end() || it->second.launched) continue;
         op = it->second.operation;
       }
       complete(op, error->text);
@@ -293,7 +297,7 @@ void Runtime::apply(Entry entry) {
 
 void Runtime::apply_launch(Launch launch) {
   const auto found = sets_.find(launch.items.front().desc->process_set);
-  if (found == sets_.end()) return;
+  if (found == sets_.end() || found->second.index < 0) return;
   const Set& set = found->second;
   if (std::binary_search(launch.absent.begin(), launch.absent.end(), set.index)) return;
   Work work;
@@ -331,6 +335,10 @@ void Runtime::apply_launch(Launch launch) {
       error = failure_text(op->desc->name, failure.what());
     }
     complete(op, error);
+    // The other ranks have the set: a rank without it is out of step with them.
+    if (!error.empty() && op->desc->kind == OpKind::kAddProcessSet) {
+      throw std::runtime_error(error);
+    }
   }
 }
 
@@ -340,6 +348,10 @@ void Runtime::apply_inlined(const LaunchItem& item, Operation& op) {
     open_set(static_cast<uint32_t>(item.numbers.at(0)), {ranks, ranks + op.desc->numel()});
   } else if (op.desc->kind == OpKind::kRemoveProcessSet) {
     close_set(static_cast<uint32_t>(*static_cast<const int64_t*>(op.input)));
+  } else if (op.desc->kind == OpKind::kJoin) {
+    for (auto& [id, set] : sets_) {
+      if (set.executor) set.executor->close_partial_transports();
+    }
   }
   place_inline_result(item, op);
 }
@@ -373,6 +385,7 @@ void Runtime::open_set(uint32_t id, std::vector<int> ranks) {
 
 void Runtime::close_set(uint32_t id) {
   log_slots_.forget(id);
+  std::erase_if(retired_, [](const auto& executor) { return executor->ended(); });
   std::lock_guard lock(mutex_);
   const auto it = sets_.find(id);
   if (it == sets_.end()) return;

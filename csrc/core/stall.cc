@@ -79,18 +79,17 @@ StallInspector::Report StallInspector::inspect(const Negotiator& negotiator,
   Report report;
   const auto due = deadline(negotiator);
   if (reported_.empty() && (!due || now < *due)) return report;
-  const std::vector<Waiting> all = negotiator.waiting();
   // What was reported and is waited for no longer.
   std::vector<std::string> over;
   for (auto it = reported_.begin(); it != reported_.end();) {
-    const bool still = std::any_of(all.begin(), all.end(),
-                                   [&](const Waiting& waiting) { return waiting.id == it->id; });
+    const bool still = negotiator.is_waiting(it->id);
     if (!still) over.push_back(it->name);
     it = still ? std::next(it) : reported_.erase(it);
   }
   if (!over.empty()) report.resolved = listed(over);
   if (!due || now < *due) return report;
 
+  const std::vector<Waiting> all = negotiator.waiting();
   next_ = now + options_.warn_after;
   const auto consider = [this](Clock::time_point when) { next_ = std::min(*next_, when); };
   std::vector<Waiting> fresh, fatal;

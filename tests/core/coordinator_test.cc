@@ -3,85 +3,13 @@
 #include "core/coordinator.h"
 
 #include "check.h"
+#include "coordinated_job.h"
 #include "samples.h"
 
 namespace hvdtorch::test {
 namespace {
 
-using std::chrono::microseconds;
-using std::chrono::milliseconds;
-
-// A coordinator, its time, and one SlotWriter per rank.
-class Job {
- public:
-  explicit Job(int size, int64_t threshold = 1000, microseconds cycle = milliseconds(5))
-      : size_(size), coordinator_(options(size, threshold, cycle)) {
-    for (int rank = 0; rank < size; ++rank) writers_.emplace_back(16);
-  }
-
-  void say(int rank, const Statement& statement) {
-    if (rank == 0) {
-      coordinator_.on_statement(0, statement, now_);
-      return;
-    }
-    std::string frame;
-    encode(frame, statement, writers_[rank]);
-    coordinator_.on_frame(rank, frame, now_);
-  }
-  void ready(int rank, const OpDesc& d) { say(rank, Ready{share(d), std::nullopt}); }
-  void all_ready(const OpDesc& d) {
-    for (int rank = 0; rank < size_; ++rank) ready(rank, d);
-  }
-  void all_ready(const std::string& name) { all_ready(allreduce_of(name)); }
-
-  void pass(microseconds span) { now_ += span; }
-  Coordinator& operator*() { return coordinator_; }
-  Coordinator* operator->() { return &coordinator_; }
-
-  // "launch a b | error c | down: text | abort: text"
-  std::string entries() {
-    std::string text;
-    for (const auto& entry : coordinator_.take_entries(now_)) {
-      text += text.empty() ? "" : " | ";
-      if (const auto* launch = std::get_if<Launch>(&entry)) {
-        text += launch->inlined ? "inline" : "launch";
-        for (const auto& item : launch->items) text += " " + item.desc->name;
-      } else if (const auto* error = std::get_if<Error>(&entry)) {
-        text += "error";
-        for (const auto& name : error->names) text += " " + name;
-      } else {
-        const auto& down = std::get<Down>(entry);
-        check(!down.last, "only a leaving coordinator says so");
-        text += (down.abort ? "abort: " : "down: ") + down.text;
-      }
-    }
-    return text;
-  }
-
-  // Time from now to the deadline.
-  std::optional<microseconds> due() const {
-    const auto deadline = coordinator_.deadline();
-    if (!deadline) return std::nullopt;
-    return std::chrono::duration_cast<microseconds>(*deadline - now_);
-  }
-
- private:
-  static Coordinator::Options options(int size, int64_t threshold, microseconds cycle) {
-    Coordinator::Options o;
-    o.size = size;
-    for (int rank = 0; rank < size; ++rank) o.hosts.push_back("host" + std::to_string(rank / 2));
-    o.fusion_threshold = threshold;
-    o.cycle_time = cycle;
-    o.cache_capacity = 16;
-    o.cause_grace = milliseconds(1500);
-    o.divisor = [size](uint32_t) { return size; };
-    return o;
-  }
-  int size_;
-  Coordinator coordinator_;
-  std::vector<SlotWriter> writers_;
-  Coordinator::Clock::time_point now_{std::chrono::hours(1)};
-};
+using Job = CoordinatedJob;
 
 bool due_in(const Job& job, microseconds span) { return job.due() == span; }
 
@@ -99,7 +27,7 @@ const Case pipeline("two launches run at once, the next gathers company until on
   check(job->gathering());
   job.all_ready("d");
   check_eq(job.entries(), "");
-  job->on_launch_finished();
+  job->on_launches_finished(0, 1);
   check_eq(job.entries(), "launch c d");
   check(!job->gathering() && !job.due());
 });
@@ -253,7 +181,7 @@ const Case after_down("nothing is launched after the end", [] {
   check(!job.due(), "what gathered will not be launched");
   job.ready(0, allreduce_of("e"));
   job.ready(1, allreduce_of("e"));
-  job->on_launch_finished();
+  job->on_launches_finished(0, 1);
   job.pass(milliseconds(100));
   check_eq(job.entries(), "");
   job->on_lost(1, "closed");
@@ -289,19 +217,24 @@ const Case names("ranks are described with their host where it is known", [] {
   check_eq(job->describe(7), "rank 7");
 });
 
-const Case log("entries are encoded as one frame that ranks decode", [] {
-  Job job(2);
-  SlotReader reader(16);
+const Case log("entries are one frame for each rank, which it decodes as they were", [] {
+  Job job(3);
+  std::vector<LogSlots> readers(3, LogSlots(16));
   for (int round = 0; round < 3; ++round) {
-    for (int rank : {0, 1}) {
+    for (int rank : {0, 1, 2}) {
       job.ready(rank, allreduce_of("x"));
       job.ready(rank, desc_of(OpKind::kAllgather, "y", {rank}));
     }
-    const auto entries = job->take_entries({});
+    const auto entries = job.take();
     check_eq(entries.size(), 2u);
-    const auto decoded = decode_entries(job->encode(entries), reader);
-    check_eq(texts_of(decoded), texts_of(entries));
-    for (int i = 0; i < 2; ++i) job->on_launch_finished();
+    std::vector<int> told;
+    job->distribute(entries, [&](int rank, std::string_view frame) {
+      told.push_back(rank);
+      check_eq(texts_of(decode_entries(frame, readers[static_cast<size_t>(rank)])),
+               texts_of(entries));
+    });
+    check_eq(told, std::vector<int>{1, 2});
+    job->on_launches_finished(0, 2);
   }
 });
 

@@ -8,8 +8,8 @@
 // where PROGRAM is what `python tests/core/build.py BUILD_DIR --sanitize address,undefined` prints,
 // or, where there is clang, with libFuzzer, which is guided by coverage:
 //
-//     SOURCES="csrc/core/{message,operation,types,negotiator,planner,coordinator}.cc"
-//     SOURCES+=" csrc/kernels/reduce_cpu.cc tests/core/fuzz_message.cc"
+//     SOURCES="csrc/core/{message,operation,types,negotiator,planner,coordinator,stall,log}.cc"
+//     SOURCES+=" csrc/kernels/*.cc tests/core/fuzz_message.cc"
 //     eval clang++ -std=c++20 -g -O1 -fsanitize=fuzzer,address,undefined -I csrc $SOURCES -o fuzz
 //     mkdir -p corpus && ./fuzz -max_len=4096 corpus
 //
@@ -21,11 +21,13 @@
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
+#include <map>
 #include <memory>
 #include <random>
 #include <string_view>
 
 #include "core/coordinator.h"
+#include "core/log.h"
 #include "core/message.h"
 #include "kernels/reduce_cpu.h"
 
@@ -72,35 +74,54 @@ class Exact {
   size_t size_;
 };
 
-std::vector<Statement> decode(std::string_view frame, SlotReader& slots, const Statement*) {
-  return decode_statements(frame, slots);
-}
-std::vector<Entry> decode(std::string_view frame, SlotReader& slots, const Entry*) {
-  return decode_entries(frame, slots);
-}
+// Either direction: its reader, its writers, and how a frame is decoded.
+struct FromRank {
+  using Record = Statement;
+  explicit FromRank(uint32_t capacity) : reader(capacity), writer(capacity) {}
+  std::vector<Statement> decode(std::string_view frame) { return decode_statements(frame, reader); }
+  SlotWriter& writer_of(const Statement&) { return writer; }
+
+  SlotReader reader;
+  SlotWriter writer;
+};
+struct FromLog {
+  using Record = Entry;
+  explicit FromLog(uint32_t capacity) : capacity(capacity), reader(capacity) {}
+  std::vector<Entry> decode(std::string_view frame) { return decode_entries(frame, reader); }
+  SlotWriter& writer_of(const Entry& entry) {
+    const auto* launch = std::get_if<Launch>(&entry);
+    const uint32_t set = launch == nullptr ? 0 : launch->items.front().desc->process_set;
+    return writers.try_emplace(set, capacity).first->second;
+  }
+
+  uint32_t capacity;
+  LogSlots reader;
+  std::map<uint32_t, SlotWriter> writers;
+};
 
 // What was decoded, encoded and decoded again, must encode to the same bytes.
-template <typename Record>
-void check_round_trip(const std::vector<Record>& records, uint32_t capacity) {
+template <typename Direction>
+void check_round_trip(const std::vector<typename Direction::Record>& records, uint32_t capacity) {
   std::string frames[2];
-  std::vector<Record> again;
+  std::vector<typename Direction::Record> again;
   for (std::string& frame : frames) {
-    SlotWriter writer(capacity);
-    SlotReader reader(capacity);
-    for (const Record& record : &frame == frames ? records : again) encode(frame, record, writer);
-    again = decode(frame, reader, static_cast<const Record*>(nullptr));
+    Direction direction(capacity);
+    for (const auto& record : &frame == frames ? records : again) {
+      encode(frame, record, direction.writer_of(record));
+    }
+    again = direction.decode(frame);
     require(again.size() == records.size());
   }
   require(frames[0] == frames[1]);
 }
 
-template <typename Record>
+template <typename Direction>
 bool fuzz_decoder(std::string_view input, uint32_t capacity) {
-  SlotReader slots(capacity);
+  Direction direction(capacity);
   try {
     for (const Frame& frame : frames_of(input)) {
       const Exact bytes(frame.bytes);
-      check_round_trip(decode(bytes.view(), slots, static_cast<const Record*>(nullptr)), capacity);
+      check_round_trip<Direction>(direction.decode(bytes.view()), capacity);
     }
   } catch (const DecodeError&) {
     return false;
@@ -111,13 +132,16 @@ bool fuzz_decoder(std::string_view input, uint32_t capacity) {
 // Ranks 1 and up are hostile; rank 0, the coordinator's own, submits what rank 1 does, as far as
 // its own checks would let it.
 bool fuzz_coordinator(std::string_view input, uint32_t capacity) {
+  configure_log(LogLevel::kFatal, false);  // stalls are reported at every turn
   Coordinator::Options options;
   options.size = kRanks;
-  options.fusion_threshold = 256;
+  options.planner.fusion_threshold = 256;
   options.cache_capacity = capacity;
-  options.divisor = [](uint32_t) { return kRanks; };
+  options.stall_warn_after = std::chrono::milliseconds(1);
+  options.stall_stop_after = std::chrono::milliseconds(1000);
   Coordinator coordinator(std::move(options));
-  SlotReader own(capacity), log(capacity);
+  SlotReader own(capacity);
+  std::vector<LogSlots> logs(kRanks, LogSlots(capacity));
   Coordinator::Clock::time_point now{};
   bool down = false;
   for (const Frame& frame : frames_of(input)) {
@@ -142,14 +166,20 @@ bool fuzz_coordinator(std::string_view input, uint32_t capacity) {
     now += std::chrono::milliseconds(1);
     // What the coordinator makes of it must be a log that ranks can read, and end only once.
     const auto entries = coordinator.take_entries(now);
-    const auto read = decode_entries(coordinator.encode(entries), log);
-    require(read.size() == entries.size());
+    size_t read = 0;
+    coordinator.distribute(entries, [&](int rank, std::string_view bytes) {
+      read = std::max(read, decode_entries(bytes, logs[static_cast<size_t>(rank)]).size());
+    });
+    require(read <= entries.size());
     for (const Entry& entry : entries) {
       const auto* launch = std::get_if<Launch>(&entry);
       require(launch == nullptr || !down);
       down |= std::holds_alternative<Down>(entry);
-      if (launch != nullptr && !launch->inlined) coordinator.on_launch_finished();
+      if (launch != nullptr && !launch->inlined) {
+        coordinator.on_launches_finished(launch->items.front().desc->process_set, 1);
+      }
     }
+    require(down || !coordinator.deadline() || *coordinator.deadline() > now);
   }
   return !down;
 }
@@ -161,9 +191,9 @@ bool run(std::string_view input) {
   const uint32_t capacity = kCapacities[choice / 4 % 4];
   switch (choice % 4) {
     case 0:
-      return fuzz_decoder<Statement>(input, capacity);
+      return fuzz_decoder<FromRank>(input, capacity);
     case 1:
-      return fuzz_decoder<Entry>(input, capacity);
+      return fuzz_decoder<FromLog>(input, capacity);
     default:
       return fuzz_coordinator(input, capacity);
   }
@@ -186,11 +216,18 @@ std::vector<Desc> sample_descs() {
   std::vector<Desc> all = {std::make_shared<const OpDesc>(d)};
   for (int kind = 0; kind < kNumOpKinds; ++kind) {
     d.kind = static_cast<OpKind>(kind);
-    d.dtype = static_cast<DataType>(3 * kind);
+    d.dtype = static_cast<DataType>(2 * kind);
     d.name = std::string(1, static_cast<char>('b' + kind));
-    d.group = kind % 2 == 0 ? "g" : "";
-    d.group_size = kind % 2 == 0 ? 3 : 1;
+    const bool grouped = kind % 2 == 0 && kind < kNumDataKinds;
+    d.group = grouped ? "g" : "";
+    d.group_size = grouped ? 3 : 1;
     d.remembered = kind != 1;
+    if (d.kind >= OpKind::kJoin) {
+      d.dtype = DataType::kInt64;
+      d.shape = {d.kind == OpKind::kAddProcessSet      ? 2
+                 : d.kind == OpKind::kRemoveProcessSet ? 1
+                                                       : 0};
+    }
     all.push_back(std::make_shared<const OpDesc>(d));
   }
   return all;
@@ -201,9 +238,17 @@ std::string statements_of_rank(const std::vector<Desc>& descs, SlotWriter& write
   for (const Desc& d : descs) {
     std::optional<std::string> payload;
     if (d->kind == OpKind::kAllreduce) payload.emplace(static_cast<size_t>(d->bytes()), '\1');
+    const int64_t numbers[] = {0, 2};
+    if (d->kind == OpKind::kAddProcessSet)
+      payload.emplace(reinterpret_cast<const char*>(numbers), 16);
+    if (d->kind == OpKind::kRemoveProcessSet) {
+      payload.emplace(std::string("\1\0\0\0\0\0\0\0", 8));
+    }
     encode(frame, Ready{d, std::move(payload)}, writer);
   }
   if (leaves) {
+    encode(frame, Finished{0, 1}, writer);
+    encode(frame, Excuse{0.5}, writer);
     encode(frame, Failed{"reset"}, writer);
     encode(frame, Bye{"KeyError", true, 1}, writer);
   }
@@ -214,13 +259,14 @@ std::string log_of(const std::vector<Desc>& descs, SlotWriter& writer) {
   std::string frame;
   Launch launch, inlined;
   inlined.inlined = true;
+  inlined.absent = {0, 2};
   for (const Desc& d : descs) {
     launch.items.push_back({d, {1, 2, 3}, ""});
     inlined.items.push_back({d, {}, "result"});
   }
   encode(frame, launch, writer);
   encode(frame, inlined, writer);
-  encode(frame, Error{0, {"a", "b"}, "mismatch"}, writer);
+  encode(frame, Error{0, {1}, {"a", "b"}, "mismatch"}, writer);
   encode(frame, Down{"end", true, false}, writer);
   return frame;
 }

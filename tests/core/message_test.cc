@@ -14,7 +14,7 @@ namespace {
 
 // Both ends of one stream.
 struct Stream {
-  explicit Stream(uint32_t capacity) : writer(capacity), reader(capacity) {}
+  explicit Stream(uint32_t capacity) : writer(capacity), reader(capacity), log(capacity) {}
 
   void carry(const std::vector<Statement>& statements) {
     std::string frame;
@@ -25,12 +25,13 @@ struct Stream {
   void carry(const std::vector<Entry>& entries) {
     std::string frame;
     for (const auto& e : entries) encode(frame, e, writer);
-    check_eq(texts_of(decode_entries(frame, reader)), texts_of(entries));
+    check_eq(texts_of(decode_entries(frame, log)), texts_of(entries));
     last_frame = frame;
   }
 
   SlotWriter writer;
   SlotReader reader;
+  LogSlots log;
   std::string last_frame;
 };
 
@@ -65,19 +66,26 @@ const Case round_trips("every record comes back as it was sent", [] {
                  Ready{share(unusual()), std::string("\0\xff", 2)},
                  Ready{share(factors), std::string(100'000, 'p')},
                  Ready{share(long_name), std::nullopt}, Bye{"", true, 0},
-                 Bye{"ValueError: \xe2\x82\xac", false, 1ull << 63}, Failed{""}, Failed{"reset"}});
+                 Bye{"ValueError: \xe2\x82\xac", false, 1ull << 63}, Failed{""}, Failed{"reset"},
+                 Finished{0, 1}, Finished{0xffffffff, 0xffffffff}, Excuse{0}, Excuse{-1.5},
+                 Excuse{std::numeric_limits<double>::infinity()},
+                 Excuse{std::numeric_limits<double>::quiet_NaN()}});
     Stream log(capacity);
-    log.carry({Launch{false, {{share(scalar), {}, ""}, {share(unusual()), {0, 7, 1}, ""}}},
-               Launch{true, {{share(long_name), {}, std::string(5000, '\0')}}}, Error{3, {}, ""},
-               Error{0, {"a", "", std::string(70'000, 'n')}, "text"}, Down{"", false, false},
+    log.carry({Launch{false, {}, {{share(scalar), {}, ""}, {share(factors), {0, 7, 1}, ""}}},
+               Launch{true, {}, {{share(long_name), {}, std::string(5000, '\0')}}},
+               Launch{false, {0, 2, 3}, {{share(scalar), {5, -1}, ""}}}, Error{3, {}, {}, ""},
+               Error{0, {1}, {"a", "", std::string(70'000, 'n')}, "text"}, Down{"", false, false},
                Down{"rank 2 is gone", true, false}, Down{"x", true, true}});
+    Stream of_set(capacity);
+    of_set.carry({Launch{true, {std::numeric_limits<int>::max()}, {{share(unusual()), {}, "r"}}}});
   }
 });
 
 const Case empty_frame("an empty frame holds no records", [] {
   SlotReader reader(4);
+  LogSlots log(4);
   check(decode_statements("", reader).empty());
-  check(decode_entries("", reader).empty());
+  check(decode_entries("", log).empty());
 });
 
 const Case known("a description travels once, and again after it changed", [] {
@@ -170,19 +178,49 @@ const Case agreement("writer and reader agree over thousands of random records",
       for (int n = random.below(3); n > 0; --n) {
         Launch launch;
         launch.inlined = random.one_in(2);
+        launch.absent = random_absent(random);
         for (int items = 1 + random.below(4); items > 0; --items) {
-          LaunchItem item{share(random_desc(random)), {}, ""};
-          for (int r = random.below(3); r > 0; --r) item.rows.push_back(random.below(9));
+          OpDesc d = random_desc(random);
+          d.process_set = 5;
+          LaunchItem item{share(std::move(d)), {}, ""};
+          for (int r = random.below(3); r > 0; --r) item.numbers.push_back(random.below(9));
           if (launch.inlined) item.result = random_bytes(random, random.below(20));
           launch.items.push_back(std::move(item));
         }
         entries.emplace_back(std::move(launch));
-        if (random.one_in(4)) entries.emplace_back(Error{0, {"x", "y"}, "mismatch"});
+        if (random.one_in(4)) {
+          entries.emplace_back(Error{0, random_absent(random), {"x", "y"}, "mismatch"});
+        }
       }
       ranks.carry(statements);
       log.carry(entries);
     }
   }
+});
+
+const Case tables("each process set's log has slots of its own, until it is forgotten", [] {
+  SlotWriter of_set[] = {SlotWriter(4), SlotWriter(4)};
+  LogSlots log(4);
+  const auto launch = [](uint32_t set, const std::string& name) {
+    OpDesc d = allreduce_of(name);
+    d.process_set = set;
+    return Entry(Launch{false, {}, {{share(d), {}, ""}}});
+  };
+  std::string frame;
+  for (int round = 0; round < 2; ++round) {
+    frame.clear();
+    std::vector<Entry> entries;
+    for (uint32_t set : {0u, 1u}) {
+      entries.push_back(launch(set, "x" + std::to_string(set)));  // both in slot 0
+      encode(frame, entries.back(), of_set[set]);
+    }
+    check_eq(texts_of(decode_entries(frame, log)), texts_of(entries));
+  }
+  log.forget(1);
+  check_throws<DecodeError>([&] { decode_entries(frame, log); });
+  frame.clear();
+  encode(frame, launch(0, "x0"), of_set[0]);
+  check_eq(decode_entries(frame, log).size(), 1u);
 });
 
 // --- bytes that no encoder made -------------------------------------------------------------
@@ -203,6 +241,8 @@ std::string sample_statements() {
   }
   encode(frame, Bye{"reason", false, 3}, writer);
   encode(frame, Failed{"text"}, writer);
+  encode(frame, Finished{1, 2}, writer);
+  encode(frame, Excuse{60}, writer);
   return frame;
 }
 
@@ -210,9 +250,9 @@ std::string sample_entries() {
   SlotWriter writer(4);
   std::string frame;
   const Desc x = share(allreduce_of("x"));
-  encode(frame, Launch{false, {{x, {1, 2}, ""}, {x, {}, ""}}}, writer);
-  encode(frame, Launch{true, {{x, {}, "0123456789abcdef"}}}, writer);
-  encode(frame, Error{0, {"x", "y"}, "text"}, writer);
+  encode(frame, Launch{false, {}, {{x, {1, 2}, ""}, {x, {}, ""}}}, writer);
+  encode(frame, Launch{true, {1, 4}, {{x, {}, "0123456789abcdef"}}}, writer);
+  encode(frame, Error{0, {2}, {"x", "y"}, "text"}, writer);
   encode(frame, Down{"text", true, false}, writer);
   return frame;
 }
@@ -225,9 +265,10 @@ bool survives(const std::string& bytes, bool log) {
   bool decoded = true;
   const size_t largest = largest_allocation([&] {
     SlotReader reader(4);
+    LogSlots log_reader(4);
     try {
       if (log) {
-        decode_entries(frame, reader);
+        decode_entries(frame, log_reader);
       } else {
         decode_statements(frame, reader);
       }
@@ -246,7 +287,7 @@ const Case truncated("a frame cut anywhere is refused, or ends at a record", [] 
     check(survives(frame, log));
     int whole = 0;
     for (size_t n = 0; n < frame.size(); ++n) whole += survives(frame.substr(0, n), log);
-    check_eq(whole, log ? 4 : 5, "prefixes that are whole records");
+    check_eq(whole, log ? 4 : 7, "prefixes that are whole records");
   }
 });
 
@@ -273,7 +314,7 @@ const Case random_input("random bytes do no harm", [] {
   for (int round = 0; round < rounds(20'000); ++round) {
     std::string bytes = random_bytes(random, random.below(200));
     // A known record kind first, else nearly all are refused at their first byte.
-    const char tags[] = {1, 2, 3, 4, 16, 17, 18};
+    const char tags[] = {1, 2, 3, 4, 5, 6, 16, 17, 18};
     if (!bytes.empty()) bytes[0] = tags[random.below(sizeof tags)];
     survives(bytes, false);
     survives(bytes, true);
@@ -282,8 +323,9 @@ const Case random_input("random bytes do no harm", [] {
 
 void check_refused(const std::string& bytes, bool log, const std::string& why) {
   SlotReader reader(4);
+  LogSlots log_reader(4);
   check_contains(check_throws<DecodeError>([&] {
-                   log ? void(decode_entries(bytes, reader))
+                   log ? void(decode_entries(bytes, log_reader))
                        : void(decode_statements(bytes, reader));
                  }),
                  why);
@@ -307,9 +349,12 @@ const Case lengths("a declared length of 2^32-1 is refused before anything is al
   const auto huge = raw<uint32_t>(0xffffffff);
   check_refused('\4' + huge + "text", false, "longer than its frame");
   check_refused('\3' + std::string("\1") + raw<uint64_t>(0) + huge, false, "longer than its frame");
-  check_refused("\x10" + std::string("\0", 1) + huge + std::string(64, '\0'), true,
+  const std::string set = raw<uint32_t>(0);
+  check_refused("\x10" + set + std::string("\0\0", 2) + huge + std::string(64, '\0'), true,
                 "count is larger");
-  check_refused("\x11" + raw<uint32_t>(0) + huge + std::string(64, '\0'), true, "count is larger");
+  check_refused("\x10" + set + std::string("\0\1", 2) + huge + std::string(64, '\0'), true,
+                "longer than its frame");
+  check_refused("\x11" + set + '\0' + huge + std::string(64, '\0'), true, "count is larger");
   // The shape's count is the 4 bytes after the name.
   std::string desc = desc_bytes({});
   const size_t at = desc.find('x') + 1;
@@ -336,6 +381,29 @@ const Case slots_out_of_range("a slot that was never described, or is none, is r
   check_refused(ready_new(desc_bytes({1}), 0xfffffffe), false, "beyond the agreed capacity");
 });
 
+const Case absent("absent ranks are ascending ranks, and a launch is of one process set", [] {
+  const auto launch = [](const std::vector<int64_t>& ranks) {
+    std::string frame = "\x10" + raw<uint32_t>(0) + std::string("\0\1", 2) +
+                        raw(static_cast<uint32_t>(ranks.size()));
+    for (int64_t rank : ranks) frame += raw(rank);
+    return frame + raw<uint32_t>(1) + raw<uint32_t>(0) + '\0' + desc_bytes({1}) + '\0';
+  };
+  LogSlots log(4);
+  const auto decoded = decode_entries(launch({0, 3}), log);
+  check_eq(std::get<Launch>(decoded.front()).absent, std::vector<int>{0, 3});
+  for (const std::vector<int64_t>& wrong : std::vector<std::vector<int64_t>>{
+           {-1}, {2, 2}, {2, 1}, {int64_t{1} << 31}, {0, std::numeric_limits<int64_t>::max()}}) {
+    check_refused(launch(wrong), true, "not ascending");
+  }
+  OpDesc other = allreduce_of("y");
+  other.process_set = 1;
+  SlotWriter writer(4);
+  std::string frame;
+  encode(frame, Launch{false, {}, {{share(allreduce_of("x")), {}, ""}, {share(other), {}, ""}}},
+         writer);
+  check_refused(frame, true, "launch of two process sets");
+});
+
 const Case values("unknown kinds, flags and counts are refused", [] {
   check_refused(std::string(1, '\0'), false, "unknown record");
   check_refused("\x10", false, "unknown record");
@@ -344,7 +412,11 @@ const Case values("unknown kinds, flags and counts are refused", [] {
   check_refused("\x03\x02", false, "flag");
   check_refused(ready_new(desc_bytes({1}, 0)), false, "group without members");
   check_refused(ready_new(desc_bytes({1}, -5)), false, "group without members");
-  check_refused("\x10" + std::string(1, '\0') + raw<uint32_t>(0), true, "launch of nothing");
+  check_refused("\x10" + raw<uint32_t>(0) + std::string(2, '\0') + raw<uint32_t>(0), true,
+                "launch of nothing");
+  check_refused("\x05", true, "unknown record");
+  check_refused("\x05" + raw<uint32_t>(0) + "\1", false, "longer than its frame");
+  check_refused("\x06\1", false, "longer than its frame");
   const auto with = [](size_t offset, char value) {
     std::string desc = desc_bytes({1});
     desc[offset] = value;

@@ -6,34 +6,11 @@
 #include <limits>
 
 #include "check.h"
+#include "negotiations.h"
 #include "samples.h"
 
 namespace hvdtorch::test {
 namespace {
-
-void say(Negotiator& negotiator, int rank, const OpDesc& d,
-         std::optional<std::string> payload = std::nullopt) {
-  negotiator.on_ready(rank, {share(d), std::move(payload)});
-}
-
-// "a b | error c d": names that were agreed, decision by decision.
-std::string outcome(const std::vector<Decision>& decisions) {
-  std::string text;
-  for (const auto& decision : decisions) {
-    text += text.empty() ? "" : " | ";
-    std::string names = decision.error ? "error" : "";
-    if (decision.error) {
-      check(decision.agreed.empty(), "a decision is an agreement or an error");
-      for (const auto& name : decision.error->names) names += " " + name;
-    }
-    for (const auto& agreement : decision.agreed) {
-      names += (names.empty() ? "" : " ") + agreement.desc->name;
-    }
-    text += names;
-  }
-  return text;
-}
-std::string outcome(Negotiator& negotiator) { return outcome(negotiator.take_decisions()); }
 
 std::string error_text(Negotiator& negotiator) {
   for (const auto& decision : negotiator.take_decisions()) {
@@ -101,9 +78,9 @@ const Case rows("an allgather's rows are each rank's first dimension", [] {
   say(negotiator, 0, desc_of(OpKind::kAllgather, "x", {3, 2}));
   const auto decisions = negotiator.take_decisions();
   check_eq(outcome(decisions), "x");
-  check_eq(decisions[0].agreed[0].rows, std::vector<int64_t>{3, 0, 5});
+  check_eq(decisions[0].agreed[0].numbers, std::vector<int64_t>{3, 0, 5});
   for (int rank : {0, 1, 2}) say(negotiator, rank, desc_of(OpKind::kAllgather, "scalar", {}));
-  check_eq(negotiator.take_decisions()[0].agreed[0].rows, std::vector<int64_t>{1, 1, 1});
+  check_eq(negotiator.take_decisions()[0].agreed[0].numbers, std::vector<int64_t>{1, 1, 1});
 });
 
 const Case payloads("payloads are kept by rank, and dropped if one is missing", [] {
@@ -356,6 +333,9 @@ const Case violations("statements that make no sense are refused", [] {
   for (OpKind kind : {OpKind::kAlltoall, OpKind::kReducescatter}) {
     check_refused(1, desc_of(kind, "x", {1}), "1234", "rank 1 sent a payload");
   }
+  d = allreduce_of("x", {1}, DataType::kBool);
+  d.op = ReduceOp::kAverage;
+  check_refused(1, d, "1", "rank 1 wants to reduce what cannot be reduced: Average of bool");
   Negotiator negotiator(2);
   say(negotiator, 1, allreduce_of("x"));
   check_contains(check_throws<DecodeError>([&] { say(negotiator, 1, allreduce_of("x")); }),
@@ -367,9 +347,35 @@ const Case reports("waiting() says who is ready and who is missing", [] {
   for (int rank : {3, 1}) say(negotiator, rank, allreduce_of("w"));
   const auto waiting = negotiator.waiting();
   check_eq(waiting.size(), 1u);
-  check_eq(waiting[0].desc->name, "w");
-  check_eq(waiting[0].ready, std::vector<int>{1, 3});
+  check_eq(waiting[0].ready.size(), 2u);
+  for (size_t i : {0, 1}) {
+    check_eq(waiting[0].ready[i].first, i == 0 ? 1 : 3);
+    check_eq(waiting[0].ready[i].second->name, "w");
+  }
   check_eq(waiting[0].missing, std::vector<int>{0, 2});
+  check(negotiator.is_waiting(waiting[0].id) && !negotiator.is_waiting(waiting[0].id + 1));
+});
+
+const Case ages("waiting() is oldest first and says since when, for each use of a name", [] {
+  Negotiator negotiator(2);
+  const Negotiator::Clock::time_point start{std::chrono::hours(1)};
+  const auto at = [&](int seconds) { return start + std::chrono::seconds(seconds); };
+  const auto ready = [&](int rank, const char* name, int seconds) {
+    negotiator.on_ready(rank, {share(allreduce_of(name)), std::nullopt}, at(seconds));
+  };
+  check(!negotiator.waiting_since());
+  ready(1, "b", 1);
+  ready(0, "a", 2);
+  ready(1, "c", 3);
+  check(negotiator.waiting_since() == at(1));
+  const auto first = negotiator.waiting();
+  check_eq(first.size(), 3u);
+  check(first[0].since == at(1) && first[1].since == at(2) && first[2].since == at(3));
+  ready(0, "b", 4);
+  check(negotiator.waiting_since() == at(2));
+  ready(0, "b", 5);
+  check(negotiator.waiting().back().since == at(5));
+  check(negotiator.waiting().back().id != first[0].id, "another use of the name");
 });
 
 }  // namespace

@@ -12,10 +12,12 @@ namespace {
 
 constexpr int64_t kFloat = 4;
 
-void add(Planner& planner, const OpDesc& d) {
+Planner::Options up_to(int64_t threshold) { return {.fusion_threshold = threshold}; }
+
+void add(Planner& planner, const OpDesc& d, std::vector<int> absent = {}) {
   Decision decision;
-  decision.agreed.push_back({share(d), {}, {}});
-  planner.add(std::move(decision), 1);
+  decision.agreed.push_back({share(d), std::move(absent), {}, {}});
+  check(!planner.add(std::move(decision)), "a tensor without payloads is queued");
 }
 
 // "a b | c": names by launch.
@@ -30,10 +32,14 @@ std::string names(const std::vector<Launch>& launches) {
 }
 
 // The launches of these tensors, queued in this order.
-std::string planned(int64_t threshold, const std::vector<OpDesc>& descs) {
-  Planner planner(threshold);
+std::string planned(const Planner::Options& options, const std::vector<OpDesc>& descs) {
+  Planner planner(4, options);
   for (const auto& d : descs) add(planner, d);
   return names(planner.plan());
+}
+
+std::string planned(int64_t threshold, const std::vector<OpDesc>& descs) {
+  return planned(up_to(threshold), descs);
 }
 
 OpDesc with(OpDesc d, const std::function<void(OpDesc&)>& change) {
@@ -76,7 +82,6 @@ const Case like("only like reductions share a launch", [] {
   apart([](OpDesc& d) { d.prescale = 0.5; }, "prescale");
   apart([](OpDesc& d) { d.postscale = 0.5; }, "postscale");
   apart([](OpDesc& d) { d.device = {DeviceKind::kCuda, 0}; }, "device");
-  apart([](OpDesc& d) { d.process_set = 1; }, "process set");
   apart([](OpDesc& d) { d.kind = OpKind::kBroadcast; }, "kind");
 });
 
@@ -94,16 +99,45 @@ const Case alone("the other kinds go alone", [] {
   }
 });
 
+const Case parties("what the same ranks take part in shares a launch, what others do never", [] {
+  Planner planner(4, up_to(1000));
+  add(planner, allreduce_of("a"));
+  add(planner, allreduce_of("b"), {1});
+  add(planner, allreduce_of("c"), {1, 3});
+  add(planner, allreduce_of("d"));
+  add(planner, allreduce_of("e"), {1});
+  add(planner, desc_of(OpKind::kBroadcast, "f"), {1});
+  const auto launches = planner.plan();
+  check_eq(names(launches), "a d | b e | c | f");
+  check_eq(launches[0].absent, std::vector<int>{});
+  check_eq(launches[1].absent, std::vector<int>{1});
+  check_eq(launches[2].absent, std::vector<int>{1, 3});
+  check_eq(launches[3].absent, std::vector<int>{1});
+});
+
+const Case groups_apart("without group fusion, a group is fused with itself only", [] {
+  const auto member = [](const char* name, const char* group) {
+    return member_of(group, 2, allreduce_of(name));
+  };
+  const std::vector<OpDesc> tensors = {allreduce_of("x"), member("a1", "a"), member("b1", "b"),
+                                       member("a2", "a"), member("b2", "b"), allreduce_of("y")};
+  check_eq(planned(1000, tensors), "x a1 b1 a2 b2 y");
+  auto options = up_to(1000);
+  options.group_fusion = false;
+  check_eq(planned(options, tensors), "x y | a1 a2 | b1 b2");
+  options.fusion_threshold = 0;
+  check_eq(planned(options, tensors), "x | a1 | b1 | a2 | b2 | y");
+});
+
 const Case queue("planning empties the queue", [] {
-  Planner planner(1000);
+  Planner planner(2, up_to(7 * kFloat));
   check(planner.idle());
   add(planner, allreduce_of("a", {5}));
+  check(!planner.idle() && !planner.full());
   add(planner, allreduce_of("b", {2}));
-  check(!planner.idle());
-  check_eq(planner.queued_bytes(), 7 * kFloat);
+  check(planner.full());
   check_eq(names(planner.plan()), "a b");
-  check(planner.idle());
-  check_eq(planner.queued_bytes(), 0);
+  check(planner.idle() && !planner.full());
   check(planner.plan().empty());
 });
 
@@ -122,15 +156,17 @@ const Case soak("random queues: nothing lost, nothing above the threshold, order
   for (int seed = 1; seed <= rounds(500); ++seed) {
     Random random(seed);
     const int64_t limit = random.below(200);
-    Planner planner(limit);
+    Planner planner(2, up_to(limit));
     const int tensors = random.below(40);
     std::vector<OpDesc> queued;
+    std::vector<std::vector<int>> absent;
     for (int t = 0; t < tensors; ++t) {
       OpDesc d = allreduce_of(std::to_string(t), {random.below(20)},
                               random.one_in(3) ? DataType::kInt16 : DataType::kFloat32);
       if (random.one_in(4)) d.kind = OpKind::kBroadcast;
       queued.push_back(d);
-      add(planner, d);
+      absent.push_back(random.one_in(3) ? std::vector<int>{1} : std::vector<int>{});
+      add(planner, d, absent.back());
     }
     std::vector<int> seen(tensors, 0);
     for (const auto& launch : planner.plan()) {
@@ -140,6 +176,7 @@ const Case soak("random queues: nothing lost, nothing above the threshold, order
         const int t = std::stoi(item.desc->name);
         ++seen[t];
         check_eq(text_of(*item.desc), text_of(queued[t]));
+        check_eq(launch.absent, absent[t]);
         check(t > previous, "order within a launch");
         previous = t;
         bytes += item.desc->bytes();
@@ -157,22 +194,21 @@ std::string bytes_of(const std::vector<T>& values) {
   return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T)};
 }
 
-// The one entry that a decision with these payloads leads to.
+// What a decision of these payloads, one for each rank of the set, leads to.
 LaunchItem inlined(const OpDesc& d, std::vector<std::string> payloads,
-                   std::vector<int64_t> rows = {}) {
-  Planner planner(1000);
-  const auto divisor = static_cast<int64_t>(payloads.size());
+                   std::vector<int64_t> numbers = {}, std::vector<int> absent = {},
+                   bool average_over_active = false) {
+  auto options = up_to(1000);
+  options.average_over_active = average_over_active;
+  Planner planner(static_cast<int>(payloads.size()), options);
   Decision decision;
-  decision.agreed.push_back({share(d), std::move(rows), std::move(payloads)});
-  planner.add(std::move(decision), divisor);
+  decision.agreed.push_back({share(d), absent, std::move(numbers), std::move(payloads)});
+  const auto launch = planner.add(std::move(decision));
   check(planner.idle());
-  auto entries = planner.take_immediate();
-  check_eq(entries.size(), 1u);
-  check(planner.take_immediate().empty());
-  auto& launch = std::get<Launch>(entries.front());
-  check(launch.inlined);
-  check_eq(launch.items.size(), 1u);
-  return launch.items.front();
+  check(launch && launch->inlined);
+  check_eq(launch->absent, absent);
+  check_eq(launch->items.size(), 1u);
+  return launch->items.front();
 }
 
 const Case inline_reductions("an inline allreduce is exact, by the rules of its dtype", [] {
@@ -199,23 +235,50 @@ const Case inline_others("inline broadcast, allgather and barrier", [] {
   const auto gathered =
       inlined(desc_of(OpKind::kAllgather, "x", {1}), {"", "11112222", "3333"}, {0, 2, 1});
   check_eq(gathered.result, "111122223333");
-  check_eq(gathered.rows, std::vector<int64_t>{0, 2, 1});
+  check_eq(gathered.numbers, std::vector<int64_t>{0, 2, 1});
   check_eq(inlined(desc_of(OpKind::kBarrier, "x", {0}), {}).result, "");
+  check_eq(inlined(desc_of(OpKind::kJoin, "x", {0}), {}, {2}).numbers, std::vector<int64_t>{2});
+  const auto added = inlined(desc_of(OpKind::kAddProcessSet, "x", {1}), {"a", "a"}, {7});
+  check_eq(added.numbers, std::vector<int64_t>{7});
+  check_eq(added.result, "");
 });
 
-const Case mixed("of a group, what has payloads is inlined, the rest queued; errors pass", [] {
-  Planner planner(1000);
+const Case inline_absent("inline results without the absent; what an average then divides by", [] {
+  OpDesc d = allreduce_of("x", {1});
+  const std::vector<std::string> payloads = {bytes_of<float>({1}), "", bytes_of<float>({5})};
+  check_eq(inlined(d, payloads, {}, {1}).result, bytes_of<float>({6}));
+  d.op = ReduceOp::kMin;
+  check_eq(inlined(d, payloads, {}, {1}).result, bytes_of<float>({1}));
+  d.op = ReduceOp::kAverage;
+  check_eq(inlined(d, payloads, {}, {1}).result, bytes_of<float>({2}));
+  check_eq(inlined(d, payloads, {}, {1}, true).result, bytes_of<float>({3}));
+  // One rank alone.
+  check_eq(inlined(d, {"", bytes_of<float>({4})}, {}, {0}).result, bytes_of<float>({2}));
+  check_eq(inlined(d, {"", bytes_of<float>({4})}, {}, {0}, true).result, bytes_of<float>({4}));
+  d = desc_of(OpKind::kBroadcast, "x", {1});
+  d.root = 2;
+  check_eq(inlined(d, {"", "", "root"}, {}, {0}).result, "root");
+  check_eq(
+      inlined(desc_of(OpKind::kAllgather, "x", {1}), {"", "1111", "2222"}, {0, 1, 1}, {0}).result,
+      "11112222");
+});
+
+const Case divisors("an average divides by the set's size, or by the ranks that take part", [] {
+  check_eq(average_divisor(5, {}, false), 5);
+  check_eq(average_divisor(5, {}, true), 5);
+  check_eq(average_divisor(5, {0, 4}, false), 5);
+  check_eq(average_divisor(5, {0, 4}, true), 3);
+});
+
+const Case mixed("of a group, what has payloads is inlined, the rest queued", [] {
+  Planner planner(2, up_to(1000));
   Decision group;
-  group.agreed.push_back({share(allreduce_of("a", {1})), {}, {"1111", "2222"}});
-  group.agreed.push_back({share(allreduce_of("b", {100})), {}, {}});
-  planner.add(std::move(group), 2);
-  Decision error;
-  error.error = Error{0, {"c"}, "mismatch"};
-  planner.add(std::move(error), 2);
-  const auto entries = planner.take_immediate();
-  check_eq(entries.size(), 2u);
-  check_eq(std::get<Launch>(entries[0]).items.front().desc->name, "a");
-  check_eq(text_of(entries[1]), "Error in 0 'c': mismatch");
+  group.agreed.push_back({share(allreduce_of("a", {1})), {}, {}, {"1111", "2222"}});
+  group.agreed.push_back({share(allreduce_of("b", {100})), {}, {}, {}});
+  const auto launch = planner.add(std::move(group));
+  check(launch.has_value());
+  check_eq(launch->items.size(), 1u);
+  check_eq(launch->items.front().desc->name, "a");
   check_eq(names(planner.plan()), "b");
 });
 
@@ -226,9 +289,11 @@ const Case may("what may travel inside the log", [] {
   check(!may_inline(d, 64, 1), "one rank has nobody to send to");
   check(!may_inline(with(d, [](OpDesc& o) { o.device = {DeviceKind::kCuda, 0}; }), 64, 2));
   check(may_inline(allreduce_of("empty", {0}), 0, 2));
+  check(!may_inline(with(d, [](OpDesc& o) { o.op = ReduceOp::kAdasum; }), 64, 2));
   check(may_inline(desc_of(OpKind::kAllgather, "x"), 64, 2));
   check(may_inline(desc_of(OpKind::kBroadcast, "x"), 64, 2));
-  for (OpKind kind : {OpKind::kAlltoall, OpKind::kReducescatter, OpKind::kBarrier}) {
+  for (OpKind kind : {OpKind::kAlltoall, OpKind::kReducescatter, OpKind::kBarrier, OpKind::kJoin,
+                      OpKind::kAddProcessSet, OpKind::kRemoveProcessSet}) {
     check(!may_inline(desc_of(kind, "x"), 64, 2));
   }
   check(!may_inline(allreduce_of("x", {1 << 20}), int64_t{1} << 40, 8), "the sum is bounded");

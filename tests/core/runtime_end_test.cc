@@ -228,7 +228,7 @@ const Case bad_rank("a rank that talks nonsense is named, and told", [] {
     job.channel(2).send(0, "\x7f nonsense");
     check_contains(x.wait(), "rank 2 (host host2) sent a control message that makes no sense");
     check_eq(own.wait(), x.wait());
-    SlotReader reader(1024);
+    LogSlots reader(1024);
     const auto hang = Channel::Clock::now() + kHang;
     std::vector<Channel::Event> events;
     while (events.empty()) {

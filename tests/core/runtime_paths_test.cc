@@ -106,7 +106,9 @@ const Case settings_differ("ranks with other inline limits use the transport", [
     options.size = 2;
     options.inline_limit = rank == 0 ? 0 : 1024;
     ranks.push_back(std::make_unique<Runtime>(options, std::move(channels[rank]),
-                                              std::make_shared<HostCollectives>(links[rank])));
+                                              [link = links[rank]](uint32_t, const auto&) {
+                                                return std::make_shared<HostCollectives>(link);
+                                              }));
   }
   run_ranks(2, [&](int rank) {
     const Submission x(allreduce_of("x", {1}), floats({2}));

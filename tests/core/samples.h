@@ -49,6 +49,27 @@ inline OpDesc member_of(std::string group, int size, OpDesc d) {
   return d;
 }
 
+// "Add a process set of these ranks", "remove that one", "I have no more data".
+inline Ready addition_of(const std::vector<int>& ranks) {
+  const std::vector<int64_t> numbers(ranks.begin(), ranks.end());
+  return {
+      share(desc_of(OpKind::kAddProcessSet, "process_sets", {static_cast<int64_t>(numbers.size())},
+                    DataType::kInt64)),
+      std::string(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t))};
+}
+inline Ready removal_of(int64_t id) {
+  return {share(desc_of(OpKind::kRemoveProcessSet, "process_sets", {1}, DataType::kInt64)),
+          std::string(reinterpret_cast<const char*>(&id), sizeof(id))};
+}
+inline Ready join_of() {
+  return {share(desc_of(OpKind::kJoin, "join", {0}, DataType::kUInt8)), std::nullopt};
+}
+
+inline OpDesc in_set(uint32_t process_set, OpDesc d) {
+  d.process_set = process_set;
+  return d;
+}
+
 inline std::string text_of(const OpDesc& d) {
   std::ostringstream out;
   out.precision(17);
@@ -69,20 +90,33 @@ inline std::string text_of(const Statement& statement) {
     return std::string(bye->clean ? "clean" : "unclean") + " Bye '" + bye->reason + "' after " +
            std::to_string(bye->launches);
   }
+  if (const auto* finished = std::get_if<Finished>(&statement)) {
+    return "Finished " + std::to_string(finished->launches) + " in " +
+           std::to_string(finished->process_set);
+  }
+  if (const auto* excuse = std::get_if<Excuse>(&statement)) {
+    return "Excuse " + show(excuse->seconds);
+  }
   return "Failed '" + std::get<Failed>(statement).text + "'";
+}
+
+inline std::string absent_text(const std::vector<int>& absent) {
+  return absent.empty() ? "" : " without " + show(absent);
 }
 
 inline std::string text_of(const Entry& entry) {
   if (const auto* launch = std::get_if<Launch>(&entry)) {
     std::string text = launch->inlined ? "inlined Launch" : "Launch";
+    text += absent_text(launch->absent);
     for (const auto& item : launch->items) {
-      text += " {" + text_of(*item.desc) + " rows " + shape_text(item.rows) + " result '" +
+      text += " {" + text_of(*item.desc) + " numbers " + shape_text(item.numbers) + " result '" +
               item.result + "'}";
     }
     return text;
   }
   if (const auto* error = std::get_if<Error>(&entry)) {
     std::string text = "Error in " + std::to_string(error->process_set);
+    text += absent_text(error->absent);
     for (const auto& name : error->names) text += " '" + name + "'";
     return text + ": " + error->text;
   }
@@ -102,6 +136,14 @@ inline std::string random_bytes(Random& random, int length) {
   std::string bytes(static_cast<size_t>(length), '\0');
   for (char& c : bytes) c = static_cast<char>(random.below(256));
   return bytes;
+}
+
+// Ascending ranks, often none.
+inline std::vector<int> random_absent(Random& random) {
+  std::vector<int> absent;
+  if (random.one_in(2)) return absent;
+  for (int rank = random.below(3); rank < 6; rank += 1 + random.below(3)) absent.push_back(rank);
+  return absent;
 }
 
 // Any legal description; names repeat, so that slots are found, changed and evicted.
