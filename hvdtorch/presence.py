@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from . import _C
 from .operation import JOIN, SUM
 
+_interrupted: _C.Handle | None = None  # a join() that Ctrl-C, say, got this rank out of
 _pauses: list[float] = []  # when each `expected_stall` that this rank is in ends
 
 _after_join: list[Callable[[], None]] = []
@@ -27,7 +28,7 @@ def join(device: int = -1) -> int:
       `HorovodInternalError` on the ranks that call it.
 
     What this rank submitted before, asynchronously, still has its part. Afterwards all ranks take
-    part again.
+    part again. A rank that Ctrl-C got out of join() is still joined: the next join() waits on.
 
     Parameters
     ----------
@@ -44,8 +45,15 @@ def join(device: int = -1) -> int:
     HorovodInternalError
         hvdtorch is not running, or a rank left the job.
     """
-    handle = _C.submit(JOIN, "join.noname", "join", [], False, False, SUM, 1.0, 1.0, 0, None, 0)
-    handle.wait()
+    global _interrupted
+    handle, _interrupted = _interrupted, None
+    if handle is None or handle.error() is not None:  # it may have ended with its job
+        handle = _C.submit(JOIN, "join.noname", "join", [], False, False, SUM, 1.0, 1.0, 0, None, 0)
+    try:
+        handle.wait()
+    except BaseException:
+        _interrupted = handle
+        raise
     _C.renumber_unnamed()
     for callback in _after_join:
         callback()

@@ -100,6 +100,45 @@ def test_ctrl_c_in_join():
     assert "KeyboardInterrupt" in result.outputs[1]
 
 
+def test_join_again_after_ctrl_c_waits_on(tmp_path):
+    result = run_script(
+        2,
+        """
+        import os, signal, threading, time
+        import torch
+        import hvdtorch as hvd
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for turn in range(2):
+            hvd.init()
+            mark = os.environ["MARK"] + str(turn)
+            if hvd.rank() == 0:
+                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+                try:
+                    hvd.join()
+                    raise AssertionError("not interrupted")
+                except KeyboardInterrupt:
+                    open(mark, "w").close()
+            while not os.path.exists(mark):
+                time.sleep(0.01)
+            if turn == 0:
+                if hvd.rank() == 1:
+                    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).eq(1).all()
+                assert hvd.join() == 1
+                for _ in range(3):  # numbered alike
+                    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).eq(2).all()
+                assert hvd.join() in (0, 1)
+                hvd.barrier()
+            hvd.shutdown()
+        hvd.init()  # the join that was interrupted has ended with its job
+        assert hvd.join() in (0, 1)
+        assert hvd.allreduce(torch.ones(2), op=hvd.Sum).eq(2).all()
+        """,
+        env={"MARK": str(tmp_path / "mark")},
+    )
+    assert result.returncodes == [0, 0], result.stdout
+
+
 def test_join_before_init_and_after_shutdown():
     result = run_script(
         1,
