@@ -89,8 +89,7 @@ OpDesc Job::describe(const Request& request, const at::Tensor* tensor) const {
   return desc;
 }
 
-void Job::check(const OpDesc& desc, const Request& request, const std::vector<int>& members) const {
-  const auto size = static_cast<int>(members.size());
+void Job::check(const OpDesc& desc, const Request& request, int size) const {
   switch (desc.kind) {
     case OpKind::kAllreduce:
     case OpKind::kReducescatter: {
@@ -148,7 +147,7 @@ Submitted Job::submit(Request request) {
     if (joins_ != 0) base += std::to_string(joins_) + ".";
     base += std::to_string(unnamed_[{request.process_set, request.label}]++);
   }
-  const std::vector<int> members = runtime.members(request.process_set);
+  const int size = runtime.set_size(request.process_set);
   const bool no_tensor = request.kind == OpKind::kBarrier || request.kind == OpKind::kJoin;
   const size_t count = no_tensor ? 1 : request.tensors.size();
   if (count == 0) refuse(base, "an empty list of tensors: pass at least one");
@@ -165,7 +164,7 @@ Submitted Job::submit(Request request) {
       desc->group = base;
       desc->group_size = static_cast<int32_t>(count);
     }
-    check(*desc, request, members);
+    check(*desc, request, size);
     auto operation = std::make_shared<Operation>();
     operation->desc = std::move(desc);
     operation->splits = request.splits;

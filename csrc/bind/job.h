@@ -58,7 +58,7 @@ class Job {
  private:
   Job();
   OpDesc describe(const Request& request, const at::Tensor* tensor) const;
-  void check(const OpDesc& desc, const Request& request, const std::vector<int>& members) const;
+  void check(const OpDesc& desc, const Request& request, int size) const;
 
   std::unique_ptr<Runtime> runtime_;
   int rank_ = 0;

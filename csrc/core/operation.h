@@ -61,8 +61,8 @@ struct Operation {
   // Runs when the result is in place, before completion (copies back into a strided tensor).
   std::function<void()> finish;
   std::vector<int64_t> splits;  // alltoall: rows to each rank
-  // What the result is besides a tensor, valid when complete. allgather and alltoall: rows from each
-  // rank; join: the last rank; adding a process set: its id.
+  // What the result is besides a tensor, valid when complete. allgather and alltoall: rows from
+  // each rank; join: the last rank; adding a process set: its id.
   std::vector<int64_t> numbers;
   std::shared_ptr<Completion> completion;
   std::shared_ptr<void> keepalive;  // whatever owns input and output

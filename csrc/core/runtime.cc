@@ -73,14 +73,14 @@ void Runtime::submit(std::vector<std::shared_ptr<Operation>> operations) {
   if (first) channel_->wake();
 }
 
-std::vector<int> Runtime::members(uint32_t process_set) const {
+int Runtime::set_size(uint32_t process_set) const {
   std::lock_guard lock(mutex_);
   const auto set = sets_.find(process_set);
   if (set == sets_.end()) {
     throw std::invalid_argument("there is no process set " + std::to_string(process_set) +
                                 ", or it was removed");
   }
-  return set->second.ranks;
+  return static_cast<int>(set->second.ranks.size());
 }
 
 void Runtime::excuse(double seconds) {

@@ -78,8 +78,8 @@ class Runtime {
   // none, InternalError if the job is down; then nothing was submitted.
   void submit(std::vector<std::shared_ptr<Operation>> operations);
 
-  // The ranks of a process set, ascending. std::invalid_argument if there is no such set.
-  std::vector<int> members(uint32_t process_set) const;
+  // How many ranks a process set has. std::invalid_argument if there is no such set.
+  int set_size(uint32_t process_set) const;
 
   // For so many seconds this rank may submit nothing without being reported; 0: it is back.
   void excuse(double seconds);

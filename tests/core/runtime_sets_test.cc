@@ -55,20 +55,20 @@ std::string gone(int rank) {
          (rank == 0 ? ", the coordinator," : "") + " is gone without a goodbye";
 }
 
-const Case membership("members() and who may submit follow the sets", [] {
+const Case membership("set_size() and who may submit follow the sets", [] {
   SimulatedRanks job(3, {});
   const uint32_t set = change(job, addition_of({0, 2}));
   for (int rank : {0, 1, 2}) {
-    check_eq(job[rank].members(0), std::vector<int>{0, 1, 2});
-    check_eq(job[rank].members(set), std::vector<int>{0, 2});
-    check_throws<std::invalid_argument>([&] { job[rank].members(set + 1); });
+    check_eq(job[rank].set_size(0), 3);
+    check_eq(job[rank].set_size(set), 2);
+    check_throws<std::invalid_argument>([&] { job[rank].set_size(set + 1); });
   }
   const std::string not_one = "x: this rank is not a member of process set ";
   check_contains(check_throws<std::invalid_argument>([&] { submit_x(job, 1, set); }), not_one);
   check_contains(check_throws<std::invalid_argument>([&] { submit_x(job, 0, set + 1); }), not_one);
   change(job, removal_of(set));
   for (int rank : {0, 1, 2}) {
-    check_throws<std::invalid_argument>([&] { job[rank].members(set); });
+    check_throws<std::invalid_argument>([&] { job[rank].set_size(set); });
     check_contains(check_throws<std::invalid_argument>([&] { submit_x(job, rank, set); }), not_one);
   }
 });
