@@ -83,31 +83,29 @@ const Case members("entries go to the members of their set, in the order of the 
   check(read.find("3: abort") == std::string::npos, "the lost rank cannot be told");
 });
 
-const Case removal("what a set agreed on is launched before its end, what it did not fails then",
-                   [] {
-                     Job job(3);
-                     const uint32_t set = job.add_set({1, 2});
-                     for (const char* name : {"a", "b", "c"}) {
-                       job.all_ready(set, {1, 2}, name);
-                       if (*name != 'c') job.entries();
-                     }
-                     check_eq(job.entries(), "");
-                     job.ready(2, in_set(set, allreduce_of("half")));
-                     job.remove_set(set);
-                     const auto entries = job.take();
-                     check_eq(Job::outline(entries, " | "),
-                              "launch c | inline process_sets | error half");
-                     check_eq(job.read(entries),
-                              "1: launch c, inline process_sets, error half | "
-                              "2: launch c, inline process_sets, error half");
-                     check(!job->gathering() && !job.due());
-                     // Late news of it, and a tensor that crossed its end.
-                     job.say(1, Finished{set, 3});
-                     check_eq(job.entries(), "");
-                     job.ready(1, in_set(set, allreduce_of("late")));
-                     check_eq(job.read(job.take()), "1: error late | 2: error late");
-                     check(job.add_set({1, 2}) > set, "ids are not used again");
-                   });
+const Case removal("a removal launches what was agreed, then fails the rest", [] {
+  Job job(3);
+  const uint32_t set = job.add_set({1, 2});
+  for (const char* name : {"a", "b", "c"}) {
+    job.all_ready(set, {1, 2}, name);
+    if (*name != 'c') job.entries();
+  }
+  check_eq(job.entries(), "");
+  job.ready(2, in_set(set, allreduce_of("half")));
+  job.remove_set(set);
+  const auto entries = job.take();
+  check_eq(Job::outline(entries, " | "), "launch c | inline process_sets | error half");
+  check_eq(job.read(entries),
+           "1: launch c, inline process_sets, error half | "
+           "2: launch c, inline process_sets, error half");
+  check(!job->gathering() && !job.due());
+  // Late news of it, and a tensor that crossed its end.
+  job.say(1, Finished{set, 3});
+  check_eq(job.entries(), "");
+  job.ready(1, in_set(set, allreduce_of("late")));
+  check_eq(job.read(job.take()), "1: error late | 2: error late");
+  check(job.add_set({1, 2}) > set, "ids are not used again");
+});
 
 const Case finished("a worker tells the end of launches that rank 0 has no part in", [] {
   Job job(3);
@@ -205,25 +203,24 @@ const Case absent_error("an error is none of the absent ranks' business", [] {
 
 // --- stalls ---------------------------------------------------------------------------------
 
-const Case stalls(
-    "the stall report keeps the coordinator's deadlines, and its end ends the job", [] {
-      configure_log(LogLevel::kFatal, false);
-      Job job(3, 1000, milliseconds(5), milliseconds(60'000), milliseconds(90'000));
-      job.ready(0, allreduce_of("a"));
-      check_eq(job.entries(), "");
-      check(job.due() == milliseconds(60'000));
-      job.say(2, Excuse{3600});
-      job.ready(2, allreduce_of("a"));
-      job.pass(milliseconds(89'999));
-      check_eq(job.entries(), "");
-      check(job.due() == milliseconds(1));
-      job.pass(milliseconds(1));
-      const std::string end = job.entries();
-      check_contains(end, "abort: the job was stopped: it stalled for 90 s");
-      check_contains(end, "rank 1 has not submitted a, for which ranks 0, 2 have waited for 90 s");
-      check_contains(end, "rank 1 (host host0) has submitted nothing yet");
-      check(!job.due(), "after the end nothing is due");
-    });
+const Case stalls("a stall has deadlines, and ends the job in the end", [] {
+  configure_log(LogLevel::kFatal, false);
+  Job job(3, 1000, milliseconds(5), milliseconds(60'000), milliseconds(90'000));
+  job.ready(0, allreduce_of("a"));
+  check_eq(job.entries(), "");
+  check(job.due() == milliseconds(60'000));
+  job.say(2, Excuse{3600});
+  job.ready(2, allreduce_of("a"));
+  job.pass(milliseconds(89'999));
+  check_eq(job.entries(), "");
+  check(job.due() == milliseconds(1));
+  job.pass(milliseconds(1));
+  const std::string end = job.entries();
+  check_contains(end, "abort: the job was stopped: it stalled for 90 s");
+  check_contains(end, "rank 1 has not submitted a, for which ranks 0, 2 have waited for 90 s");
+  check_contains(end, "rank 1 (host host0) has submitted nothing yet");
+  check(!job.due(), "after the end nothing is due");
+});
 
 }  // namespace
 }  // namespace hvdtorch::test

@@ -60,32 +60,30 @@ const Case errors_in_sets("an error in a set is for its members, and names globa
   check_contains(decisions[0].error->text, "shape: rank 1: [4], rank 3: [9]");
 });
 
-const Case disagreement_on_sets("ranks that change the sets differently are told, none is changed",
-                                [] {
-                                  Negotiator negotiator(3);
-                                  for (int rank : {0, 2})
-                                    say(negotiator, rank, addition_of({0, 1}));
-                                  say(negotiator, 1, addition_of({0, 1, 2}));
-                                  check_contains(only_error(negotiator),
-                                                 "process_sets: the ranks disagree on process set: "
-                                                 "ranks 0, 2: ranks [0, 1], rank 1: ranks "
-                                                 "[0, 1, 2]. All ranks must add and remove");
-                                  const uint32_t set = add_set(negotiator, 3, {0, 1});
-                                  check_eq(set, 1u);
-                                  for (int rank : {0, 1}) say(negotiator, rank, removal_of(set));
-                                  say(negotiator, 2, removal_of(set + 1));
-                                  check_contains(only_error(negotiator),
-                                                 "process set: ranks 0, 1: number 1, rank 2: "
-                                                 "number 2");
-                                  say(negotiator, 0, addition_of({2}));
-                                  for (int rank : {1, 2}) say(negotiator, rank, removal_of(set));
-                                  check_contains(only_error(negotiator),
-                                                 "operation: rank 0: add_process_set, ranks 1, 2: "
-                                                 "remove_process_set");
-                                  say(negotiator, 0, in_set(set, allreduce_of("x")));
-                                  say(negotiator, 1, in_set(set, allreduce_of("x")));
-                                  check_eq(outcome(negotiator), "x", "the set is still there");
-                                });
+const Case disagreement_on_sets("ranks that change sets differently are told", [] {
+  Negotiator negotiator(3);
+  for (int rank : {0, 2}) say(negotiator, rank, addition_of({0, 1}));
+  say(negotiator, 1, addition_of({0, 1, 2}));
+  check_contains(only_error(negotiator),
+                 "process_sets: the ranks disagree on process set: "
+                 "ranks 0, 2: ranks [0, 1], rank 1: ranks "
+                 "[0, 1, 2]. All ranks must add and remove");
+  const uint32_t set = add_set(negotiator, 3, {0, 1});
+  check_eq(set, 1u);
+  for (int rank : {0, 1}) say(negotiator, rank, removal_of(set));
+  say(negotiator, 2, removal_of(set + 1));
+  check_contains(only_error(negotiator),
+                 "process set: ranks 0, 1: number 1, rank 2: "
+                 "number 2");
+  say(negotiator, 0, addition_of({2}));
+  for (int rank : {1, 2}) say(negotiator, rank, removal_of(set));
+  check_contains(only_error(negotiator),
+                 "operation: rank 0: add_process_set, ranks 1, 2: "
+                 "remove_process_set");
+  say(negotiator, 0, in_set(set, allreduce_of("x")));
+  say(negotiator, 1, in_set(set, allreduce_of("x")));
+  check_eq(outcome(negotiator), "x", "the set is still there");
+});
 
 const Case fresh_ids("ids are not used again, nor those that were nearly used", [] {
   Negotiator negotiator(2);
