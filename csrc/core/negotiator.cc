@@ -263,7 +263,7 @@ void Negotiator::on_ready(int rank, Ready ready, Clock::time_point now) {
     return;
   }
   if (ready.desc->kind == OpKind::kJoin) {
-    join(rank, std::move(ready));
+    join(rank, std::move(ready), now);
     return;
   }
   auto it = set.pending.try_emplace(name).first;
@@ -280,10 +280,12 @@ void Negotiator::on_ready(int rank, Ready ready, Clock::time_point now) {
   if (nobody_missing(set, pending)) complete(id, set, name);
 }
 
-void Negotiator::join(int rank, Ready ready) {
+void Negotiator::join(int rank, Ready ready, Clock::time_point now) {
   if (joined(rank)) throw DecodeError("rank " + std::to_string(rank) + " joined twice");
   joined_[static_cast<size_t>(rank)] = 1;
   ++num_joined_;
+  if (!first_join_) first_join_ = Waiting{next_age_++, now, {}, {}};
+  first_join_->ready.emplace_back(rank, ready.desc);
   // What waited for this rank does so no longer.
   for (auto age = ages_.begin(); age != ages_.end();) {
     const Age& current = (age++)->second;  // complete() erases it
@@ -296,6 +298,7 @@ void Negotiator::join(int rank, Ready ready) {
   if (num_joined_ < static_cast<int>(joined_.size())) return;
   std::fill(joined_.begin(), joined_.end(), 0);
   num_joined_ = 0;
+  first_join_.reset();
   Decision decision;
   decision.agreed.push_back({std::move(ready.desc), {}, {rank}, {}});
   decisions_.push_back(std::move(decision));
@@ -473,12 +476,23 @@ std::vector<Negotiator::Waiting> Negotiator::waiting() const {
     }
     all.push_back(std::move(w));
   }
+  if (first_join_) {
+    Waiting w = *first_join_;
+    std::sort(w.ready.begin(), w.ready.end(),
+              [](const auto& a, const auto& b) { return a.first < b.first; });
+    for (int rank = 0; rank < static_cast<int>(joined_.size()); ++rank) {
+      if (!joined(rank)) w.missing.push_back(rank);
+    }
+    all.push_back(std::move(w));
+  }
   return all;
 }
 
 std::optional<Negotiator::Clock::time_point> Negotiator::waiting_since() const {
-  if (ages_.empty()) return std::nullopt;
-  return ages_.begin()->second.since;
+  if (ages_.empty() && !first_join_) return std::nullopt;
+  if (ages_.empty()) return first_join_->since;
+  const auto oldest = ages_.begin()->second.since;
+  return first_join_ ? std::min(oldest, first_join_->since) : oldest;
 }
 
 }  // namespace hvdtorch

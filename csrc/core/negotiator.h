@@ -60,7 +60,8 @@ class Negotiator {
   }
   bool joined(int rank) const { return joined_[static_cast<size_t>(rank)]; }
 
-  // Names that some ranks have submitted and others have not, oldest first: for reports.
+  // Names that some ranks have submitted and others have not, oldest first: for reports. A join of
+  // some ranks is one of them, the last.
   struct Waiting {
     uint64_t id;  // of this use of the name
     Clock::time_point since;
@@ -68,7 +69,9 @@ class Negotiator {
     std::vector<int> missing;                 // global ranks
   };
   std::vector<Waiting> waiting() const;
-  bool is_waiting(uint64_t id) const { return ages_.contains(id); }
+  bool is_waiting(uint64_t id) const {
+    return ages_.contains(id) || (first_join_ && first_join_->id == id);
+  }
   // When the oldest of them was first submitted.
   std::optional<Clock::time_point> waiting_since() const;
 
@@ -101,13 +104,14 @@ class Negotiator {
   bool nobody_missing(const Set& set, const Pending& pending) const;
   void complete(uint32_t id, Set& set, const std::string& name);
   std::vector<int64_t> consequence(const Agreement& agreement, std::string& error);
-  void join(int rank, Ready ready);
+  void join(int rank, Ready ready, Clock::time_point now);
   void remove_set(uint32_t id);
 
   std::map<uint32_t, Set> sets_;
   std::vector<char> joined_;  // by global rank
   int num_joined_ = 0;
-  std::map<uint64_t, Age> ages_;  // of everything pending, by id: oldest first
+  std::optional<Waiting> first_join_;  // who has joined, and since when somebody has
+  std::map<uint64_t, Age> ages_;       // of everything pending, by id: oldest first
   uint64_t next_age_ = 0;
   std::vector<Decision> decisions_;
 };

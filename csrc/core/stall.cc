@@ -11,7 +11,10 @@ namespace {
 constexpr size_t kMaxNames = 6;  // in one list
 
 std::string with_site(const OpDesc& desc) {
-  return desc.site.empty() ? desc.name : desc.name + " (" + desc.site + ")";
+  std::string text = desc.name;
+  if (desc.process_set != 0) text += " in process set " + std::to_string(desc.process_set);
+  if (!desc.site.empty()) text += " (" + desc.site + ")";
+  return text;
 }
 
 std::string seconds_text(StallInspector::Clock::duration duration) {
@@ -89,18 +92,29 @@ StallInspector::Report StallInspector::inspect(const Negotiator& negotiator,
   if (!over.empty()) report.resolved = listed(over);
   if (!due || now < *due) return report;
 
-  const std::vector<Waiting> all = negotiator.waiting();
+  std::vector<Waiting> all = negotiator.waiting();
+  std::set<int> blocked;  // ranks that wait for others themselves
+  for (Waiting& waiting : all) {
+    if (waiting.ready.front().second->kind == OpKind::kJoin) {  // the last one
+      std::erase_if(waiting.missing, [&](int rank) { return blocked.contains(rank); });
+    } else {
+      for (const auto& [rank, desc] : waiting.ready) blocked.insert(rank);
+    }
+  }
   next_ = now + options_.warn_after;
   const auto consider = [this](Clock::time_point when) { next_ = std::min(*next_, when); };
   std::vector<Waiting> fresh, fatal;
   for (const Waiting& waiting : all) {
     // The rank that has kept the others waiting longest, its excuses apart.
     auto since = Clock::time_point::max();
+    const bool join = waiting.ready.front().second->kind == OpKind::kJoin;
     for (int rank : waiting.missing) {
-      since =
-          std::min(since, std::max(waiting.since, ranks_[static_cast<size_t>(rank)].excused_until));
+      const Rank& r = ranks_[static_cast<size_t>(rank)];
+      auto kept = std::max(waiting.since, r.excused_until);
+      if (join) kept = std::max(kept, r.when);  // it has data, as long as it submits some
+      since = std::min(since, kept);
     }
-    if (since == Clock::time_point::max()) continue;  // nobody: the rest of its group is missing
+    if (since == Clock::time_point::max()) continue;  // nobody
     // What is almost due is told along: tensors of one moment make one report.
     if (now < since + options_.warn_after * 9 / 10) {
       consider(since + options_.warn_after);
@@ -122,20 +136,24 @@ StallInspector::Report StallInspector::inspect(const Negotiator& negotiator,
   return report;
 }
 
-// One line for the tensors that the same ranks are missing for, and one for each missing rank.
+// One line for the tensors that the same ranks miss for the same others, and one for each missing
+// rank.
 std::string StallInspector::describe(const std::vector<Waiting>& stalled,
                                      const std::vector<Waiting>& all, Clock::time_point now) const {
-  std::map<std::vector<int>, std::vector<const Waiting*>> by_missing;
-  for (const Waiting& waiting : stalled) by_missing[waiting.missing].push_back(&waiting);
+  std::map<std::pair<std::vector<int>, std::vector<int>>, std::vector<const Waiting*>> by_ranks;
+  for (const Waiting& waiting : stalled) {
+    std::vector<int> ready;
+    for (const auto& [rank, desc] : waiting.ready) ready.push_back(rank);
+    by_ranks[{waiting.missing, ready}].push_back(&waiting);
+  }
   std::string text;
   std::set<int> missing_ranks;
-  for (const auto& [missing, waitings] : by_missing) {
+  for (const auto& [ranks, waitings] : by_ranks) {
+    const auto& [missing, ready] = ranks;
     std::vector<std::string> names;
     for (const Waiting* waiting : waitings) {
       names.push_back(with_site(*waiting->ready.front().second));
     }
-    std::vector<int> ready;
-    for (const auto& [rank, desc] : waitings.front()->ready) ready.push_back(rank);
     text += "\n  " + rank_list(missing) + (missing.size() == 1 ? " has" : " have") +
             " not submitted " + listed(names) + ", for which " + rank_list(ready) +
             (ready.size() == 1 ? " has" : " have") + " waited for " +
@@ -166,7 +184,8 @@ std::string StallInspector::last_act(int rank, const std::vector<Waiting>& stall
       its_own.push_back(with_site(*desc));
       for (const Waiting& other : stalled) {
         const OpDesc& theirs = *other.ready.front().second;
-        if (hint.empty() && user_name(theirs) == user_name(*desc) &&
+        if (hint.empty() && theirs.process_set == desc->process_set &&
+            user_name(theirs) == user_name(*desc) &&
             std::find(other.missing.begin(), other.missing.end(), rank) != other.missing.end()) {
           hint = "; is its " + what_kind(*desc) + " '" + user_name(*desc) + "' meant to be the " +
                  what_kind(theirs) + " '" + user_name(theirs) +

@@ -215,8 +215,9 @@ const Case completed_by_join("a join completes what waited for that rank alone, 
   check_eq(decisions[0].agreed[0].absent, std::vector<int>{1});
   check_eq(decisions[0].agreed[0].numbers, std::vector<int64_t>{3, 0, 5}, "no rows of the absent");
   check_eq(decisions[1].agreed[0].absent, std::vector<int>{1});
-  check_eq(negotiator.waiting().size(), 1u);
+  check_eq(negotiator.waiting().size(), 2u, "the tensor, and the join");
   check_eq(negotiator.waiting()[0].missing, std::vector<int>{0}, "who joined is not missing");
+  check_eq(negotiator.waiting()[1].missing, std::vector<int>{0, 2});
   say(negotiator, 0, join_of());
   check_eq(outcome(negotiator), "mine");
 });
