@@ -158,9 +158,8 @@ const Case after_end("launches that a removal would flush after the end count fo
     job.all_ready(set, {1, 2}, name);
     job.entries();
   }
+  job.remove_set(set);  // agreed on, but the end comes before the entry is taken
   check(leaves_cleanly(job, 0, 0), "rank 0 has no part in the set");
-  job.remove_set(set);
-  check_eq(job.entries(), "");
   check(leaves_cleanly(job, 1, 2));
 });
 

@@ -201,6 +201,21 @@ const Case uneven("the last to join is the same on all ranks, and names start an
   }
 });
 
+const Case reporter("without rank 0 too, the end of a launch lets the next one go", [] {
+  RuntimeOptions options = quick();
+  options.cycle_time = std::chrono::seconds(3600);
+  SimulatedRanks job(3, {.options = options});
+  const auto join = submit(job, 0, join_of());
+  run_ranks(2, [&](int thread) {
+    std::vector<Submission> all;
+    for (int i = 0; i < 40; ++i) {
+      all.push_back(
+          job.submit(1 + thread, allreduce_of(std::to_string(i), {300}), std::string(1200, '\0')));
+    }
+    for (const auto& each : all) check_eq(each.wait(), "");
+  });
+});
+
 const Case pending_join("what a rank has pending when it joins still completes with its part", [] {
   SimulatedRanks job(2, {.options = quick()});
   const auto early = job.submit(1, allreduce_of("x", {3}), floats({1, 2, 3}));

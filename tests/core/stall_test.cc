@@ -138,6 +138,18 @@ const Case coalesced("tensors of about one moment make one report, with the firs
   check_contains(watch.report(), "has not submitted late, for which rank 0 has waited for 60 s");
 });
 
+const Case younger("a younger stall is reported when it is due itself", [] {
+  Watch watch(2);
+  watch.ready(0, allreduce_of("old"));
+  watch.pass(seconds(20));
+  watch.ready(0, allreduce_of("young"));
+  watch.pass(seconds(40));
+  check_contains(watch.report(), "old");
+  check(watch.due() == seconds(20));
+  watch.pass(seconds(20));
+  check_contains(watch.report(), "has not submitted young, for which rank 0 has waited for 60 s");
+});
+
 const Case resolved("what was reported and is over is said to be so, at once", [] {
   Watch watch(2);
   watch.ready(0, allreduce_of("x"));
