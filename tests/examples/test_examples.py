@@ -90,3 +90,12 @@ def test_synthetic_benchmark_without_torchvision_says_so() -> None:
     assert result.returncode == 1
     assert "this benchmark needs torchvision's models" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.timeout(SECONDS + 60)
+@pytest.mark.parametrize("np", [1, 3])
+def test_uneven_digits_learns(np: int) -> None:
+    arguments = ["--epochs", "6", "--min-accuracy", "0.9"]
+    result = run_script(np, EXAMPLES / "uneven_digits.py", "hvdrun", SECONDS, args=arguments)
+    assert result.returncode == 0, result.stdout
+    assert re.findall(r"epoch (\d): .* of 360 images right", result.stdout) == list("123456")
