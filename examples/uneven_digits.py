@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 3 examples/uneven_digits.py
 
 Process r has r + 1 parts of the training images. A process that has used up its own calls
-`hvd.join()`: the others go on without it, and no image is dropped or seen twice. Batch normalization
-uses the batches of all processes that still have one. After each epoch a process set, every other
-process, evaluates; the rest wait for it, which `hvd.expected_stall` says is meant to be.
+`hvd.join()`: the others go on without it, and no image is dropped or seen twice. Batch
+normalization uses the batches of all processes that still have one. After each epoch a process set,
+every other process, evaluates; the rest wait for it, which `hvd.expected_stall` says is meant.
 """
 
 from __future__ import annotations
