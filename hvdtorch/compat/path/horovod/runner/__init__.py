@@ -2,9 +2,8 @@
 
 from typing import NoReturn
 
-from hvdtorch.launch.function import run
-
 from hvdtorch.compat import missing
+from hvdtorch.launch.function import run
 
 __all__ = ["run"]
 
