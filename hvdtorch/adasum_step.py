@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import _C
 from .exceptions import HorovodInternalError
-from .gradient_groups import CHECK_BYTES, check_bytes, first_difference
+from .gradient_groups import CHECK_BYTES, check_bytes, first_difference, readable
 from .operation import ADASUM, ALLREDUCE, MAX, check_member
 from .process_sets import ProcessSet
 
@@ -46,6 +46,9 @@ class AdasumStep:
             if each.dtype.is_floating_point or each.is_complex()
         ]
         self._starts = [each.detach().clone() for _, each in self._named]
+        for _, each in self._named:
+            if each.grad is not None and readable(each.grad) is not each.grad:
+                each.grad = readable(each.grad)
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -101,15 +101,20 @@ def device_of(splits: object) -> torch.device:
     return splits.device if isinstance(splits, Tensor) else torch.device("cpu")
 
 
-def compressed(
-    tensors: Sequence[Tensor], compression: type[Compressor], what: str
-) -> tuple[list[Tensor], list[Any]]:
-    """What travels in place of `tensors`, and what `decompressed` needs to know."""
+def check_compressor(compression: object, what: str) -> None:
+    """Raise TypeError unless it has the methods of one."""
     if not all(callable(getattr(compression, m, None)) for m in ("compress", "decompress")):
         raise TypeError(
             f"{what}: compression={compression!r} has no methods compress and decompress; pass a "
             "member of hvd.Compression, or an object with the two"
         )
+
+
+def compressed(
+    tensors: Sequence[Tensor], compression: type[Compressor], what: str
+) -> tuple[list[Tensor], list[Any]]:
+    """What travels in place of `tensors`, and what `decompressed` needs to know."""
+    check_compressor(compression, what)
     for tensor in tensors:
         check_tensor(tensor, what, in_place=False)
     pairs = [compression.compress(tensor) for tensor in tensors]

@@ -126,9 +126,19 @@ def coo(
     indices: Tensor, values: Tensor, shape: torch.Size, coalesced: bool | None = None
 ) -> Tensor:
     """A sparse tensor of entries that are known to be valid, so that torch need not warn."""
+    if 0 in values.stride():  # torch reads such values as zeros when it makes them dense
+        values = values.clone(memory_format=torch.contiguous_format)
     return torch.sparse_coo_tensor(
         indices, values, shape, check_invariants=False, is_coalesced=coalesced
     )
+
+
+def readable(gradient: Tensor) -> Tensor:
+    """The gradient itself, or one equal to it that torch can make dense; see `coo`."""
+    if gradient.layout is not torch.sparse_coo or 0 not in gradient._values().stride():
+        return gradient
+    indices, values = gradient._indices(), gradient._values()
+    return coo(indices, values, gradient.shape, coalesced=gradient.is_coalesced())
 
 
 class Bucket:
@@ -201,7 +211,7 @@ class Group:
 
 
 # ------------------------------------------------------------------------------------------------
-# Agreement. Every announcement starts with `check_bytes`; see `Rounds`.
+# Agreement. Every announcement starts with `check_bytes` of two things; see `Rounds`.
 
 _DIGEST_BYTES = 8
 CHECK_BYTES = 2 * _DIGEST_BYTES
@@ -252,3 +262,32 @@ def first_difference(texts: Sequence[str], process_set: ProcessSet) -> Meeting[s
                     "ranks, with the same names and settings and in the same order."
                 )
     return "the announcement of a backward pass failed, although all ranks agree"
+
+
+def abandoned_passes(here: bool, process_set: ProcessSet) -> Meeting[str]:
+    """Called on all ranks of the set, when not all of them have abandoned the same reductions: says
+    which have abandoned any, the same on all of them."""
+    own = (process_set.ranks or [0])[process_set.rank() or 0]
+    handle = _C.submit(
+        ALLGATHER,
+        "allgather.hvdtorch.abandoned_passes",
+        "allgather",
+        [torch.tensor([own] if here else [], dtype=torch.int64)],
+        False,
+        False,
+        0,
+        1.0,
+        1.0,
+        0,
+        None,
+        process_set.process_set_id or 0,
+    )
+    yield handle
+    handle.wait()
+    ranks = handle.outputs()[0].tolist()
+    return (
+        f"an earlier backward() raised on rank{'s' if len(ranks) > 1 else ''} "
+        f"{', '.join(map(str, ranks))} while the other ranks went on, so the ranks are not in the "
+        "same pass, and its gradients were dropped: .grad is None now. Let all ranks skip the same "
+        "passes."
+    )

@@ -11,16 +11,29 @@ Note [Contributions that must stay apart]
     that runs right before accumulation takes such a tensor out of `.grad`, so that the new
     contribution gets a tensor of its own. The end of the round adds that to the tensor taken out,
     and puts it back.
+
+Note [Passes that raised]
+    A backward() that raises leaves reductions in flight. If all ranks left the same ones, then the
+    next pass completes them and reduces its own gradients after them. Otherwise one rank's new
+    gradient would meet another one's old gradient. So every announcement says what is left of
+    earlier passes, and if the ranks differ in that, the round completes everything, drops it, and
+    raises the same error on all ranks.
+
+    What the other ranks will never launch would stay in flight for ever. Hence nothing is launched
+    while groups have changed and the ranks have not agreed about them yet: the first round agrees,
+    and launches what the pass has made ready.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from . import _C
 from .exceptions import HorovodInternalError
-from .gradient_groups import Bucket, Group, Meeting, Slot
+from .gradient_groups import Bucket, Group, Meeting, Slot, readable
 from .operation import ALLREDUCE
 from .process_sets import ProcessSet
 
@@ -41,7 +54,25 @@ class Launches:
     def __init__(self, process_set: ProcessSet) -> None:
         self._process_set = process_set
         self.asides: list[Slot] = []  # slots whose `aside` is, or was, in use
+        self.held_back = True  # nothing is launched: the ranks have yet to agree about the groups
         self._in_flight: list[Slot] = []
+        # The number of a backward() that reached a slot, and how much was in flight before.
+        self._entered: list[tuple[int, int]] = []
+
+    def entered(self, task: int) -> None:
+        """A backward() has reached a slot (for the first time, or after one nested in it)."""
+        if not self._in_flight:
+            self._entered.clear()
+        self._entered.append((task, len(self._in_flight)))
+
+    def in_flight(self) -> list[Slot]:
+        return self._in_flight[:]
+
+    def left_over(self, task: int) -> list[Slot]:
+        """What is in flight since a backward() before this one: Note [Passes that raised]."""
+        # The engine counts upwards, so those nested in this one have higher numbers.
+        counts = [count for each, count in self._entered if each >= task]
+        return self._in_flight[: min(counts, default=len(self._in_flight))]
 
     def number(self) -> int:
         """The process set's, as the core knows it. TypeError if it is not registered."""
@@ -61,10 +92,16 @@ class Launches:
             if parameter is not None and parameter.grad is slot.tensor:
                 parameter.grad = None
 
-    def abandon(self) -> None:
-        """After a failure: nothing is in flight or set aside any more."""
-        self._in_flight = []
+    def abandon(self, keep: bool) -> None:
+        """After a failure: nothing is set aside any more, nor in flight, unless that is kept."""
+        if not keep:
+            self._in_flight = []
+        self._entered = []
         self.asides = []
+
+    def forget(self, groups: Sequence[Group]) -> None:
+        """These groups are gone, with what they had in flight."""
+        self._in_flight = [slot for slot in self._in_flight if slot.group not in groups]
 
     # -- While gradients become ready
 
@@ -72,6 +109,11 @@ class Launches:
         """The slot's gradient is to be reduced: as soon as possible, which often is now."""
         if gradient.layout is not torch.strided:
             slot.group.marks[slot.index] = SPARSE
+            parameter = slot.parameter()
+            if parameter is not None and readable(gradient) is not gradient:
+                parameter.grad = readable(gradient)
+        elif self.held_back:
+            slot.group.marks[slot.index] = WAITING
         elif slot.bucket is None:
             self.launch(slot, gradient)
         else:
@@ -122,7 +164,7 @@ class Launches:
 
     def _wire(self, slot: Slot, gradient: Tensor) -> Tensor:
         """What travels for a gradient, which `_receive` turns back."""
-        wire = gradient if gradient.layout is torch.strided else gradient.to_dense()
+        wire = gradient if gradient.layout is torch.strided else readable(gradient).to_dense()
         if slot.group.compressed:
             with torch.no_grad():
                 wire, slot.context = slot.group.settings.compression.compress(wire.detach())
@@ -132,10 +174,17 @@ class Launches:
 
     def launch_held(self, group: Group) -> None:
         """Offer what earlier passes have accumulated."""
-        if HELD not in group.marks:
+        self._offer_marked(group, HELD)
+
+    def launch_held_back(self, group: Group) -> None:
+        """The ranks have agreed: offer again what was not launched before."""
+        self._offer_marked(group, WAITING)
+
+    def _offer_marked(self, group: Group, wanted: int) -> None:
+        if wanted not in group.marks:
             return
         for slot, mark in zip(group.slots, bytes(group.marks), strict=True):
-            if mark == HELD:
+            if mark == wanted and slot.handle is None:
                 gradient = slot.gradient()
                 if gradient is None:  # dropped by the user
                     slot.aside = None
@@ -225,7 +274,7 @@ class Launches:
             gradient = slot.zeros()
         elif gradient.layout is not torch.strided:
             assert parameter is not None
-            parameter.grad = gradient = gradient.to_dense()
+            parameter.grad = gradient = readable(gradient).to_dense()
         self.launch(slot, gradient)
 
     def wait(self) -> Meeting[list[Slot]]:

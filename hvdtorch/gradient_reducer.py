@@ -208,6 +208,8 @@ class GradientReducer:
         if task in self._overtaken:
             raise _overlapping()
         self._task = task
+        for rounds in self._rounds.values():
+            rounds.launches.entered(task)
         if task not in self._open:
             self._open[task] = threading.get_ident()
             _queue_callback(lambda: self._leave(task))
@@ -235,12 +237,13 @@ class GradientReducer:
             if its_thread != thread and {thread, its_thread} <= _python_threads():
                 self._overtaken.add(other)
         self._open.clear()
-        self._end_pass()
+        self._end_pass(task)
 
-    def _end_pass(self) -> None:
-        due: list[Rounds] = []
+    def _end_pass(self, task: int) -> None:
+        due: list[tuple[Rounds, list[Slot]]] = []
         for rounds in self._rounds.values():
             reached = False
+            left = rounds.launches.left_over(task)
             for group in rounds.groups:
                 if group.fired:
                     group.fired = False
@@ -250,7 +253,7 @@ class GradientReducer:
                         reached = True
                         rounds.launches.launch_held(group)
             if reached:
-                due.append(rounds)
+                due.append((rounds, left))
         if due:
             hold(due)
 
@@ -261,9 +264,11 @@ class GradientReducer:
         groups since the last step: Note [What ranks must agree on]. Gradients in such a group are
         none of ours: they were put there by hand, and are reduced as well.
         """
-        needed = False
+        if not groups:
+            return
+        needed, rounds = False, self._of(groups[0])
+        left = rounds.launches.in_flight()
         for group in groups:
-            rounds = self._of(group)
             if any(group.marks):
                 needed = True
                 rounds.launches.launch_held(group)
@@ -271,7 +276,7 @@ class GradientReducer:
                 needed = True
                 rounds.launches.launch_given(group)
         if needed:
-            hold([rounds])
+            hold([(rounds, left)])
 
     def forget(self, groups: Iterable[Group], slots: Iterable[Slot]) -> None:
         """What these slots accumulated will not be reduced; the count of passes starts anew."""

@@ -10,6 +10,9 @@ Two kinds of gradient are not launched when they are offered. One of a bucket wa
 the bucket. If the bucket is complete on no rank, the round launches those of its gradients that
 some rank has, one by one; else it launches the whole bucket where that has not happened. A sparse
 gradient waits for the round, in which the ranks exchange what they have: see gradient_sparse.py.
+
+After a change of groups no gradient is launched before the ranks have agreed about them; a round in
+which any rank has held gradients back announces twice.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from .gradient_groups import (
     Group,
     Meeting,
     Slot,
+    abandoned_passes,
     check_bytes,
     first_difference,
 )
@@ -38,6 +42,9 @@ from .operation import ALLREDUCE, MAX
 from .process_sets import ProcessSet
 
 _submit = _C.submit
+
+_NOTHING_LEFT = check_bytes([])
+_HEADER = CHECK_BYTES + len(_NOTHING_LEFT) + 1
 
 
 class Rounds:
@@ -56,41 +63,60 @@ class Rounds:
     def groups_changed(self) -> None:
         """To be called after a change of groups, their slots or settings."""
         self._check = None
+        self.launches.held_back = True
 
     def reset(self) -> None:
         """The job has ended: forget what was in flight or accumulated, and groups out of use."""
         self._drop_unused()
         self._abandon()
+        self.launches.held_back = True
         self.names = {slot.name for slot in self.slots()}
         for group in self.groups:
             group.met = False
 
-    def meeting(self) -> Meeting[None]:
+    def meeting(self, left: list[Slot]) -> Meeting[None]:
         """Complete what this rank and the others have launched, on all ranks.
+
+        `left` is what is in flight of earlier passes: Note [Passes that raised].
 
         Raises HorovodInternalError if a reduction failed or the ranks do not reduce the same slots,
         ValueError if a gradient cannot be reduced: the same on all ranks. TypeError if the process
         set is gone.
         """
         try:
-            due, dead = yield from self._combine()
+            due, dead, in_step = yield from self._combine(left)
             yield from self._reduce(due)
             self._drop(dead)
+            if not in_step:
+                _drop_gradients(due)
+                text = yield from abandoned_passes(bool(left), self._process_set)
+                raise HorovodInternalError(text)
         except BaseException:
-            self._abandon()
+            # If the ranks disagree, what was launched here may be launched elsewhere never.
+            self._abandon(keep=self.launches.held_back)
             raise
 
-    def _combine(self) -> Meeting[tuple[list[tuple[Group, bytes]], list[Group]]]:
-        """Announce. The groups to reduce with the maximum of all ranks' marks; the dead groups."""
-        announcement = yield from self._announce()
+    def _combine(
+        self, left: list[Slot]
+    ) -> Meeting[tuple[list[tuple[Group, bytes]], list[Group], bool]]:
+        """Announce. The groups to reduce with the maximum of all ranks' marks; the dead groups;
+        whether all ranks have the same left over."""
+        announcement = yield from self._announce(left)
         if announcement is None:
             # The ranks' groups differ. Do they still, without those that are out of use?
             self._drop_unused()
-            announcement = yield from self._announce()
+            left = [slot for slot in left if slot.group in self.groups]
+            announcement = yield from self._announce(left)
+        if announcement is not None and announcement[_HEADER - 1]:  # held back on some rank
+            self.launches.held_back = False
+            for group in self.groups:
+                self.launches.launch_held_back(group)
+            announcement = yield from self._announce(left)
         if announcement is None:
+            self.launches.held_back = True
             texts = [str(slot) for slot in self.slots()]
             raise HorovodInternalError((yield from first_difference(texts, self._process_set)))
-        due, dead, offset = [], [], CHECK_BYTES
+        due, dead, offset = [], [], _HEADER
         for group in self.groups:
             end = offset + 1 + len(group.slots)
             marks = bytes(announcement[offset + 1 : end])
@@ -99,13 +125,15 @@ class Rounds:
             if not announcement[offset]:
                 dead.append(group)
             offset = end
-        return due, dead
+        return due, dead, announcement.startswith(_left_bytes(left), CHECK_BYTES)
 
-    def _announce(self) -> Meeting[bytearray | None]:
+    def _announce(self, left: list[Slot]) -> Meeting[bytearray | None]:
         """The maximum over ranks of their announcements; None if they are about different slots."""
         if self._check is None:
             self._check = check_bytes([str(slot) for slot in self.slots()])
         announcement = bytearray(self._check)
+        announcement += _left_bytes(left)
+        announcement.append(self.launches.held_back)
         for group in self.groups:
             announcement.append(group.alive)
             announcement += group.marks
@@ -207,16 +235,35 @@ class Rounds:
     def _drop(self, groups: list[Group]) -> None:
         if groups:
             self.groups = [group for group in self.groups if group not in groups]
+            self.launches.forget(groups)
             self._check = None
 
-    def _abandon(self) -> None:
-        """After a failure: nothing is accumulated, in flight or set aside any more."""
-        self.launches.abandon()
+    def _abandon(self, keep: bool = False) -> None:
+        """After a failure: nothing is accumulated or set aside any more, nor, unless it is to be
+        kept for the next round to complete, in flight."""
+        self.launches.abandon(keep)
         for group in self.groups:
             group.fired = False
             group.clear_marks()
             for slot in group.slots:
-                slot.settle()
+                if keep and slot.handle is not None:
+                    group.marks[slot.index] = LAUNCHED
+                    slot.aside = None
+                else:
+                    slot.settle()
+
+
+def _left_bytes(left: list[Slot]) -> bytes:
+    """What an announcement says of reductions that earlier passes have left in flight."""
+    return check_bytes(sorted(slot.name for slot in left)) if left else _NOTHING_LEFT
+
+
+def _drop_gradients(due: Iterable[tuple[Group, bytes]]) -> None:
+    for group, marks in due:
+        for slot, mark in zip(group.slots, marks, strict=True):
+            parameter = slot.parameter()
+            if mark != CLEAN and parameter is not None:
+                parameter.grad = None
 
 
 def _all_launched(group: Group, marks: bytes) -> bool:
@@ -233,8 +280,8 @@ def _marked(due: Iterable[tuple[Group, bytes]], wanted: int) -> list[Slot]:
     ]
 
 
-def hold(rounds: Sequence[Rounds]) -> None:
-    """Hold a round in each of these process sets, at the same time.
+def hold(rounds: Sequence[tuple[Rounds, list[Slot]]]) -> None:
+    """Hold a round in each of these process sets, at the same time; see `Rounds.meeting`.
 
     Their meetings must not wait for one another: ranks may have reached different sets in a pass,
     and a rank that is not needed in one set's meeting until later may be needed in another's now.
@@ -242,10 +289,10 @@ def hold(rounds: Sequence[Rounds]) -> None:
     in one set the others are completed all the same; the first failure is raised.
     """
     if len(rounds) == 1:
-        for _ in rounds[0].meeting():
+        for _ in rounds[0][0].meeting(rounds[0][1]):
             pass  # it waits by itself
         return
-    meetings = [each.meeting() for each in rounds]
+    meetings = [each.meeting(left) for each, left in rounds]
     ready: queue.SimpleQueue[Meeting[None]] = queue.SimpleQueue()
     for meeting in meetings:
         ready.put(meeting)

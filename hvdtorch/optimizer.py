@@ -24,11 +24,20 @@ from torch import Tensor
 
 from . import basics, presence
 from .adasum_step import AdasumStep
+from .collective_arguments import check_compressor
 from .compression import Compression
 from .gradient_groups import Group, Lease, Settings, Slot
 from .gradient_reducer import GradientReducer
 from .operation import ADASUM, AVERAGE, MAX, MIN, PRODUCT, SUM
-from .optimizer_arguments import check_registered, checked_buckets, checked_names, named, positive
+from .optimizer_arguments import (
+    check_optimizer,
+    check_registered,
+    checked_buckets,
+    checked_names,
+    named,
+    positive,
+    predivide_factor,
+)
 from .process_sets import ProcessSet, global_process_set
 
 _reducer = GradientReducer()
@@ -367,18 +376,19 @@ def DistributedOptimizer(
         optimizer; an optimizer that is wrapped already; a parameter that is reduced with other
         settings for another optimizer; `backward_passes_per_step` not positive; a predivide factor
         with another op than Average; a number of groups that is not positive, members of groups
-        that are no tensors or in two groups; hvdtorch not initialised.
+        that are no parameters of the optimizer or in two groups; hvdtorch not initialised.
     TypeError
-        `groups` neither an int nor a list; a process set that is not registered.
+        An argument of another type than above; a process set that is not registered.
 
-    `backward()` and `step()` raise HorovodInternalError if the ranks do not agree or a reduction
-    failed; ValueError, on all ranks, for a sparse gradient that cannot be reduced; TypeError once
-    the process set was removed.
+    `backward()` and `step()` raise HorovodInternalError if the ranks do not agree, a reduction
+    failed, or an earlier `backward()` has raised on some ranks only; ValueError, on all ranks, for
+    a sparse gradient that cannot be reduced; TypeError once the process set was removed.
     """
     if isinstance(optimizer, _DistributedOptimizer):
         raise ValueError(
             f"this {type(optimizer).__name__} optimizer is a DistributedOptimizer already"
         )
+    check_optimizer(optimizer)
     if num_groups:
         warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
@@ -386,16 +396,13 @@ def DistributedOptimizer(
         raise ValueError(
             f"op must be one of hvd.Average, Sum, Adasum, Min, Max, Product, not {op!r}"
         )
-    if gradient_predivide_factor != 1.0 and op != AVERAGE:
+    factor = predivide_factor(gradient_predivide_factor)
+    if factor != 1.0 and op != AVERAGE:
         raise ValueError("gradient_predivide_factor needs op=hvd.Average")
-    if not gradient_predivide_factor > 0:
-        raise ValueError(
-            f"gradient_predivide_factor must be positive, not {gradient_predivide_factor}"
-        )
+    check_compressor(compression, "DistributedOptimizer")
     passes = positive(backward_passes_per_step)
     basics.size()  # raises before init()
     check_registered(process_set)
-    factor = float(gradient_predivide_factor)
     settings = Settings(op, compression, passes, factor, bool(sparse_as_dense), process_set)
     names = checked_names(optimizer, named_parameters)
     buckets = checked_buckets(optimizer, groups)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -11,10 +12,29 @@ from torch import Tensor
 from .process_sets import ProcessSet
 
 
+def check_optimizer(optimizer: Any) -> None:
+    if not isinstance(getattr(optimizer, "param_groups", None), list):
+        raise TypeError(
+            "optimizer must be a torch.optim.Optimizer, or have param_groups like one, not "
+            f"{optimizer!r}"
+        )
+
+
 def positive(passes: int) -> int:
+    if not isinstance(passes, int) or isinstance(passes, bool):
+        raise TypeError(f"backward_passes_per_step must be an int, not {passes!r}")
     if passes <= 0:
         raise ValueError(f"backward_passes_per_step must be positive, not {passes}")
     return passes
+
+
+def predivide_factor(factor: Any) -> float:
+    if not isinstance(factor, Real) or isinstance(factor, bool):
+        raise TypeError(f"gradient_predivide_factor must be a number, not {factor!r}")
+    number = float(factor)
+    if not number > 0:
+        raise ValueError(f"gradient_predivide_factor must be positive, not {factor}")
+    return number
 
 
 def check_registered(process_set: ProcessSet) -> None:
@@ -85,7 +105,7 @@ def checked_buckets(optimizer: Any, groups: object) -> list[list[Tensor]]:
     """The parameters to reduce together, by bucket; what is in none of them is alone."""
     if groups is None:
         return []
-    if not isinstance(groups, (int, list)):
+    if not isinstance(groups, (int, list)) or isinstance(groups, bool):
         raise TypeError(
             f"groups must be an int or a list of lists of parameters, not {type(groups).__name__}"
         )
@@ -96,6 +116,7 @@ def checked_buckets(optimizer: Any, groups: object) -> list[list[Tensor]]:
         length, longer = divmod(len(parameters), groups)
         starts = [number * length + min(number, longer) for number in range(groups + 1)]
         return [parameters[i:j] for i, j in pairwise(starts)]
+    own = {id(parameter) for _, _, parameter in numbered(optimizer)}
     seen: set[int] = set()
     for number, bucket in enumerate(groups):
         for member in bucket if isinstance(bucket, (list, tuple)) else [bucket]:
@@ -103,6 +124,11 @@ def checked_buckets(optimizer: Any, groups: object) -> list[list[Tensor]]:
                 raise ValueError(
                     "groups must be a list of lists of parameters; group "
                     f"{number} {'is' if member is bucket else 'has'} a {type(member).__name__}"
+                )
+            if id(member) not in own:
+                raise ValueError(
+                    f"groups has a tensor (shape {list(member.shape)}) in group {number} that is "
+                    "not a parameter of the optimizer: put only those into groups"
                 )
             if id(member) in seen:
                 raise ValueError(

@@ -2,6 +2,8 @@
 
 import copy
 import random
+import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -368,6 +370,32 @@ def test_a_table_used_both_ways_has_a_dense_gradient(
     # d(2 w0 * (w0 + w1 + w2)) at ones: 2 * 3 + 2 for w0, 2 for the others
     expected = [8.0 * factor, 2.0 * factor, 2.0 * factor]
     assert cluster.run(dense_then_sparse, op, reverse) == [(expected, False)] * 2
+
+
+def one_entry(options: dict[str, Any]) -> list[float]:
+    """One row of one column: autograd gives it values with strides of 0."""
+    weight = table(3, 1, torch.float32)
+    optimizer = wrap({"table": weight}, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            optimizer.zero_grad()
+            look_up(weight, hvd.rank()).backward()
+            optimizer.step()
+    return dense(weight.detach())
+
+
+@pytest.mark.np(2)
+@pytest.mark.parametrize(
+    ("options", "each"),
+    [({}, -0.1), ({"sparse_as_dense": True}, -0.1), ({"op": hvd.Adasum}, -0.2)],
+    ids=str,
+)
+def test_single_lookups_of_one_column(
+    cluster: Cluster, options: dict[str, Any], each: float
+) -> None:
+    for got in cluster.run(one_entry, options):
+        assert got == pytest.approx([each, each, 0.0])
 
 
 # --- Errors ------------------------------------------------------------------------------------

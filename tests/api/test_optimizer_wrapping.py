@@ -121,7 +121,7 @@ def test_step_reduces_whatever_the_optimizer_and_whatever_patches_its_step(
     values = [-0.15, -0.225 if scheduled else -0.3]
     for got, submissions in cluster.run(unusual, kind, scheduled):
         assert got == values
-        assert submissions == 4  # a gradient and an announcement, twice
+        assert submissions == 5  # a gradient and an announcement, twice; the ranks agree first
 
 
 def scheduler_warnings() -> list[str]:
@@ -376,6 +376,12 @@ def refused(case: str) -> None:
         "adasum": (ValueError, "hvd.Average", {"gradient_predivide_factor": 2.0, "op": hvd.Adasum}),
         "set": (TypeError, "not registered", {"process_set": hvd.ProcessSet([0])}),
         "no set": (TypeError, "hvd.ProcessSet", {"process_set": [0]}),
+        "compression": (TypeError, "no methods compress", {"compression": "fp16"}),
+        "part of a pass": (TypeError, "an int, not 1.5", {"backward_passes_per_step": 1.5}),
+        "yes passes": (TypeError, "an int, not True", {"backward_passes_per_step": True}),
+        "factor": (TypeError, "a number, not '2'", {"gradient_predivide_factor": "2"}),
+        "yes groups": (TypeError, "an int or a list", {"groups": True}),
+        "strange member": (ValueError, "not a parameter", {"groups": [[w, parameter(0.0)]]}),
     }
     kind, text, options = cases[case]
     with pytest.raises(kind, match=text):
@@ -399,10 +405,21 @@ def refused(case: str) -> None:
         "adasum",
         "set",
         "no set",
+        "compression",
+        "part of a pass",
+        "yes passes",
+        "factor",
+        "yes groups",
+        "strange member",
     ],
 )
 def test_arguments_that_are_refused_change_nothing(cluster: Cluster, case: str) -> None:
     cluster.run(refused, case)
+
+
+def test_a_model_is_no_optimizer() -> None:
+    with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer"):
+        hvd.DistributedOptimizer(nn.Linear(1, 1))
 
 
 def attributes() -> None:
