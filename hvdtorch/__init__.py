@@ -27,7 +27,9 @@ def __getattr__(name: str) -> Any:
         if name in api.__all__:
             globals()[name] = value = getattr(api, name)
             return value
-    raise AttributeError(f"module 'hvdtorch' has no attribute {name!r}")
+    from hvdtorch.compat import missing
+
+    raise AttributeError(missing("hvdtorch", name))
 
 
 def __dir__() -> list[str]:

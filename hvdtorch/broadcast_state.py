@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .collective_arguments import rank_of_root
 from .collectives import broadcast_async_, synchronize
-from .objects import Pickler, agree, broadcast_bytes, differing, is_this_rank
+from .objects import Pickler, agree, broadcast_bytes, differing
 from .operation import Handle, check_tensor, overlaps_itself
 from .process_sets import global_process_set
 
@@ -52,6 +53,7 @@ def broadcast_parameters(
     entries: list[_Named] = []
     problem: Exception | None = None
     try:
+        rank_of_root(root_rank, global_process_set, "broadcast_parameters")
         entries = _named_tensors(params)
     except (TypeError, ValueError) as caught:
         problem = caught
@@ -98,11 +100,9 @@ def _named_tensors(params: Any) -> list[_Named]:
 
 def _explain_tensors(everyones: list[Any]) -> str:
     """Which tensors differ between the ranks, and how."""
-    failed = [
-        f"rank {r} raised {text}" for r, text in enumerate(everyones) if isinstance(text, str)
-    ]
+    failed = _failures(everyones)
     if failed:
-        return "; ".join(failed)
+        return failed
     held: dict[str, dict[str, list[int]]] = {}
     for rank, description in enumerate(everyones):
         for name, dtype, shape in description:
@@ -120,6 +120,13 @@ def _explain_tensors(everyones: list[Any]) -> str:
     if not lines:
         return "the ranks give the same tensors in different orders; give them names, or one order"
     return "the ranks do not hold the same tensors: " + "; ".join(lines[:10] + more)
+
+
+def _failures(everyones: list[Any]) -> str:
+    """Of ranks that say, instead of a description, what they raise."""
+    return "; ".join(
+        f"rank {r} raised {text}" for r, text in enumerate(everyones) if isinstance(text, str)
+    )
 
 
 def _wait_all(handles: list[Handle]) -> None:
@@ -149,14 +156,34 @@ def broadcast_optimizer_state(
     is run. State that does not exist on the root is removed, options that do not exist there stay.
     `model` is accepted for scripts written for Horovod and is not needed.
 
-    Raises ValueError with the same text on every rank if the ranks' optimizers differ in class or
-    in the sizes of their param groups; RuntimeError with the same text on every rank if the root's
+    Raises TypeError for what is no optimizer or no rank; ValueError with the same text on every
+    rank if the ranks' optimizers differ in class or in the sizes of their param groups, or if a
+    rank raised; RuntimeError with the same text on every rank if the root's
     state cannot be pickled or a rank cannot rebuild it.
     """
     name = "broadcast_optimizer_state"
-    mine = (type(optimizer).__name__, [len(group["params"]) for group in optimizer.param_groups])
+    problem: Exception | None = None
+    mine: Any = None
+    root = 0
+    try:
+        root = rank_of_root(root_rank, global_process_set, name)
+        if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
+            raise TypeError(
+                f"{name}: optimizer must be a torch.optim.Optimizer, not {optimizer!r}; for a "
+                "model's parameters call hvd.broadcast_parameters()"
+            )
+        groups = optimizer.param_groups
+        mine = (type(optimizer).__name__, [len(group["params"]) for group in groups])
+    except (TypeError, ValueError) as caught:
+        problem = caught
+        mine = f"{type(caught).__name__}: {caught}"
     everyones = differing(mine, name)
+    if problem is not None:
+        raise problem
     if everyones is not None:
+        failed = _failures(everyones)
+        if failed:
+            raise ValueError(f"{name}: {failed}")
         held: dict[str, list[int]] = {}
         for rank, (kind, sizes) in enumerate(everyones):
             held.setdefault(f"{kind} with param groups of {sizes} parameters", []).append(rank)
@@ -164,7 +191,7 @@ def broadcast_optimizer_state(
         raise ValueError(f"{name}: the optimizers differ: " + ", ".join(texts))
 
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    is_root = is_this_rank(root_rank, global_process_set)
+    is_root = root == global_process_set.rank()
     payload: memoryview | None = None
     tensors: list[Tensor] = []
     skeleton: Any = None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .compression import Compressor
 from .exceptions import HorovodInternalError
-from .operation import ADASUM, AVERAGE, MAX, MIN, PRODUCT, SUM, check_tensor
+from .operation import ADASUM, AVERAGE, MAX, MIN, PRODUCT, SUM, check_member, check_tensor
 from .process_sets import ProcessSet
 
 _OPS = {AVERAGE: "Average", SUM: "Sum", ADASUM: "Adasum", MIN: "Min", MAX: "Max"}
@@ -20,16 +20,16 @@ _OPS[PRODUCT] = "Product"
 _MOST_ROWS = 2**31 - 1  # to one rank: received_splits are int32
 
 
-def reduce_op(op: int | None, average: bool | None) -> int:
+def reduce_op(op: int | None, average: bool | None, what: str = "allreduce") -> int:
     """The op of an allreduce from its two arguments.
 
     Call it from the public function itself: the deprecation warning points at that function's
     caller.
     """
     if average is None:
-        return AVERAGE if op is None else checked_op(op, "allreduce")
+        return AVERAGE if op is None else checked_op(op, what)
     if op is not None:
-        raise ValueError("give either op or average, not both; average is deprecated")
+        raise ValueError(f"{what}: give either op or average, not both; average is deprecated")
     warnings.warn(
         "average= is deprecated: use op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=3
     )
@@ -46,13 +46,33 @@ def checked_op(op: int, what: str, refused: Sequence[int] = ()) -> int:
     return op
 
 
-def tensor_group(tensors: Iterable[Tensor], what: str) -> list[Tensor]:
-    """The members of a group, at least one."""
+def factor(value: object, argument: str, what: str) -> float:
+    """A prescale or postscale factor: whatever `float()` takes, but texts."""
+    try:
+        if not isinstance(value, str | bytes | bytearray):
+            return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        pass
+    raise TypeError(f"{what}: {argument} must be a real number, not {value!r}")
+
+
+def tensor_group(
+    tensors: Iterable[Tensor], what: str, in_place: bool = False, rows: bool = False
+) -> list[Tensor]:
+    """The members of a group, at least one; `rows`: all must have rows."""
     if isinstance(tensors, Tensor):
         raise TypeError(f"{what} takes a list of tensors, not one tensor")
+    if not isinstance(tensors, Iterable):
+        raise TypeError(f"{what}: tensors must be a list of tensors, not {tensors!r}")
     group = list(tensors)
     if not group:
         raise ValueError(f"{what}: the list of tensors is empty")
+    for index, tensor in enumerate(group):
+        member = f"{what}: tensors[{index}]"
+        if rows:
+            check_rows(tensor, member)
+        else:
+            check_tensor(tensor, member, in_place)
     return group
 
 
@@ -60,9 +80,24 @@ def check_rows(tensor: Tensor, what: str) -> None:
     """Raise unless the tensor has rows, for the collectives that join or split them."""
     check_tensor(tensor, what, in_place=False)
     if tensor.dim() == 0:
+        raise ValueError(f"{what}: a 0-dim tensor has no rows (dim 0): reshape it to [1]")
+
+
+def rank_of_root(root_rank: object, process_set: ProcessSet, what: str) -> int:
+    """The rank within the set of a root, which is given by its global rank."""
+    check_member(process_set, what)
+    try:
+        root = operator.index(root_rank)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            f"{what}: root_rank must be a global rank as an int, not {root_rank!r}"
+        ) from None
+    members = process_set.ranks or []
+    if root not in members:
         raise ValueError(
-            f"{what} works on rows (dim 0), which a 0-dim tensor lacks; reshape it to [1]"
+            f"{what}: root_rank {root} is not a member of {process_set}; pass a global rank that is"
         )
+    return members.index(root)
 
 
 def split_counts(
@@ -70,10 +105,15 @@ def split_counts(
 ) -> list[int]:
     """alltoall: how many rows of `tensor` go to each rank of the set.
 
-    The core checks their number, their sign and their sum.
+    The core checks their number and their sum.
     """
     counts = [] if splits is None else _integers(splits)
     if counts:
+        for index, count in enumerate(counts):
+            if count < 0:
+                raise ValueError(
+                    f"alltoall: splits[{index}] is negative: {count}; send each rank 0 rows or more"
+                )
         if max(counts) > _MOST_ROWS:
             raise ValueError(f"alltoall: splits has an entry above {_MOST_ROWS}: send less at once")
         return counts

@@ -5,12 +5,11 @@ What holds for all collectives is said in collectives.py.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from .collective_arguments import check_rows, device_of, split_counts, tensor_group
+from .collective_arguments import check_rows, device_of, rank_of_root, split_counts, tensor_group
 from .operation import (
     ALLGATHER,
     ALLTOALL,
@@ -26,12 +25,11 @@ from .process_sets import ProcessSet, global_process_set
 # allgather
 
 
-def _allgather(
-    tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, label: str
-) -> Operation:
-    for tensor in tensors:
-        check_rows(tensor, label)
-    return Operation(kind=ALLGATHER, label=label, process_set=process_set, name=name)
+def _allgather(function: str, name: str | None, process_set: ProcessSet) -> Operation:
+    label = function.removesuffix("_async")
+    return Operation(
+        kind=ALLGATHER, label=label, process_set=process_set, function=function, name=name
+    )
 
 
 def allgather(
@@ -43,14 +41,16 @@ def allgather(
     The gradient of the input is its rows of the incoming gradient averaged over the ranks. Raises
     ValueError for a 0-dim tensor.
     """
-    return _allgather([tensor], name, process_set, "allgather").run([tensor])[0]
+    check_rows(tensor, "allgather")
+    return _allgather("allgather", name, process_set).run([tensor])[0]
 
 
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start `allgather`."""
-    return _allgather([tensor], name, process_set, "allgather").submit([tensor])
+    check_rows(tensor, "allgather_async")
+    return _allgather("allgather_async", name, process_set).submit([tensor])
 
 
 def grouped_allgather(
@@ -59,8 +59,8 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:
     """`allgather` of several tensors as one operation; a tuple in input order."""
-    group = tensor_group(tensors, "grouped_allgather")
-    return tuple(_allgather(group, name, process_set, "grouped_allgather").run(group))
+    group = tensor_group(tensors, "grouped_allgather", rows=True)
+    return tuple(_allgather("grouped_allgather", name, process_set).run(group))
 
 
 def grouped_allgather_async(
@@ -69,8 +69,8 @@ def grouped_allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start `grouped_allgather`; `synchronize` returns a tuple."""
-    group = tensor_group(tensors, "grouped_allgather_async")
-    return _allgather(group, name, process_set, "grouped_allgather").submit(group)
+    group = tensor_group(tensors, "grouped_allgather_async", rows=True)
+    return _allgather("grouped_allgather_async", name, process_set).submit(group)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -78,20 +78,16 @@ def grouped_allgather_async(
 
 
 def _broadcast(
-    root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool = False
+    function: str, root_rank: int, name: str | None, process_set: ProcessSet
 ) -> Operation:
-    check_member(process_set, "broadcast")
-    root = operator.index(root_rank)
-    members = process_set.ranks or []
-    if root not in members:
-        raise ValueError(f"broadcast: root_rank {root} is not a member of {process_set}")
     return Operation(
         kind=BROADCAST,
         label="broadcast",
         process_set=process_set,
+        function=function,
         name=name,
-        in_place=in_place,
-        root=members.index(root),
+        in_place=function.endswith("_"),
+        root=rank_of_root(root_rank, process_set, function),
     )
 
 
@@ -107,7 +103,7 @@ def broadcast(
     the incoming gradients on the root and zeros elsewhere. Raises ValueError if the root is not a
     member of the process set, TypeError if it is not an integer.
     """
-    return _broadcast(root_rank, name, process_set).run([tensor])[0]
+    return _broadcast("broadcast", root_rank, name, process_set).run([tensor])[0]
 
 
 def broadcast_async(
@@ -117,7 +113,7 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start `broadcast`."""
-    return _broadcast(root_rank, name, process_set).submit([tensor])
+    return _broadcast("broadcast_async", root_rank, name, process_set).submit([tensor])
 
 
 def broadcast_(
@@ -127,7 +123,7 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """`broadcast` into the tensor itself, which is returned."""
-    return _broadcast(root_rank, name, process_set, in_place=True).run_detached([tensor])[0]
+    return _broadcast("broadcast_", root_rank, name, process_set).run_detached([tensor])[0]
 
 
 def broadcast_async_(
@@ -137,7 +133,7 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start `broadcast_`; `synchronize` returns the tensor given."""
-    return _broadcast(root_rank, name, process_set, in_place=True).submit([tensor])
+    return _broadcast("broadcast_async_", root_rank, name, process_set).submit([tensor])
 
 
 # ----------------------------------------------------------------------------------------------
@@ -145,17 +141,19 @@ def broadcast_async_(
 
 
 def _alltoall(
+    function: str,
     tensor: Tensor,
     splits: Iterable[int] | Tensor | None,
     name: str | None,
     process_set: ProcessSet,
 ) -> Operation:
-    check_member(process_set, "alltoall")
-    check_rows(tensor, "alltoall")
+    check_member(process_set, function)
+    check_rows(tensor, function)
     return Operation(
         kind=ALLTOALL,
         label="alltoall",
         process_set=process_set,
+        function=function,
         name=name,
         splits=split_counts(splits, tensor, process_set),
         splits_device=device_of(splits),
@@ -185,7 +183,7 @@ def alltoall(
     Raises ValueError for a 0-dim tensor, for rows that cannot be cut into equal parts, and for
     splits that are not one integer >= 0 per rank or add up to more than there are rows.
     """
-    output, received = _alltoall(tensor, splits, name, process_set).run([tensor])
+    output, received = _alltoall("alltoall", tensor, splits, name, process_set).run([tensor])
     return output if splits is None else (output, received)
 
 
@@ -196,7 +194,7 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start `alltoall`; `synchronize` returns rows and received splits, also without `splits`."""
-    return _alltoall(tensor, splits, name, process_set).submit([tensor])
+    return _alltoall("alltoall_async", tensor, splits, name, process_set).submit([tensor])
 
 
 # ----------------------------------------------------------------------------------------------

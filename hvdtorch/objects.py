@@ -12,15 +12,14 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import io
-import operator
 import pickle
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .collective_arguments import rank_of_root
 from .collectives import allgather, allgather_async, broadcast_, synchronize
-from .operation import check_member
 from .process_sets import ProcessSet, global_process_set
 
 try:
@@ -51,11 +50,10 @@ def broadcast_object(
     root cannot pickle it or a rank cannot rebuild it, ValueError if the root is not a member of the
     process set.
     """
-    check_member(process_set, "broadcast_object")
+    is_root = rank_of_root(root_rank, process_set, "broadcast_object") == process_set.rank()
     name = name or "broadcast_object"  # not a number: other ranks' other calls must not matter
     payload: memoryview | None = None
     error: Exception | None = None
-    is_root = is_this_rank(root_rank, process_set)
     if is_root:
         try:
             payload = _pickled(obj)
@@ -101,13 +99,6 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 
 # ----------------------------------------------------------------------------------------------
 # What the functions above and broadcast_state.py are made of
-
-
-def is_this_rank(global_rank: int, process_set: ProcessSet) -> bool:
-    """Whether `global_rank` is this process (False as well if it is no member of the set)."""
-    ranks = process_set.ranks or []
-    rank = operator.index(global_rank)
-    return rank in ranks and ranks.index(rank) == process_set.rank()
 
 
 def broadcast_bytes(

@@ -9,6 +9,7 @@ The public functions in collectives.py are descriptions of operations; nothing e
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER, BARRIER, JOIN = range(
 AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT = range(6)
 
 _CPU = torch.device("cpu")
+_INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_INTEGERS |= {torch.uint16, torch.uint32, torch.uint64}
 
 
 # ----------------------------------------------------------------------------------------------
@@ -38,7 +41,10 @@ def check_member(process_set: ProcessSet, what: str) -> None:
             "leave it out for all ranks"
         )
     if process_set.process_set_id is None:
-        raise TypeError(f"{what}: {process_set} is not registered with the job")
+        raise TypeError(
+            f"{what}: {process_set} is not registered with the job, or was removed: all ranks must "
+            "call hvd.add_process_set() with it first"
+        )
     if process_set.ranks is None:
         raise HorovodInternalError(f"{what}: hvdtorch is not initialized, call hvd.init() first")
     if not process_set.included():
@@ -61,17 +67,26 @@ def check_tensor(tensor: object, what: str, in_place: bool) -> None:
         )
     if in_place and overlaps_itself(tensor):
         raise ValueError(
-            f"{what}: cannot write into an expanded tensor, whose elements share memory; pass "
-            "tensor.contiguous()"
+            f"{what}: cannot write into a tensor whose elements share memory (an expanded one, or "
+            "overlapping windows); pass tensor.contiguous()"
         )
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether several elements of an expanded tensor are the same memory."""
-    return tensor.numel() > 0 and any(
-        stride == 0 and length > 1
-        for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
-    )
+    """Whether several elements may be the same memory, as after `expand` or `unfold`.
+
+    They are not if each dim strides over all that the dims of smaller stride span. Dims that are
+    interlaced without meeting, which only `as_strided` makes, count as overlapping.
+    """
+    if tensor.is_contiguous() or tensor.numel() == 0:
+        return False
+    end = 0  # the farthest element of the dims seen so far
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1:
+            if stride <= end:
+                return True
+            end += (length - 1) * stride
+    return False
 
 
 # ----------------------------------------------------------------------------------------------
@@ -180,6 +195,7 @@ class Operation:
     kind: int
     label: str  # the first part of the full name: "grouped_allreduce"
     process_set: ProcessSet
+    function: str = ""  # the public function that was called, if it is not named like the label
     name: str | None = None
     in_place: bool = False
     reduce_op: int = SUM
@@ -200,11 +216,13 @@ class Operation:
 
     def submit(self, tensors: Sequence[Tensor]) -> Handle:
         """Check what this rank can see alone, and hand the operation to the core."""
+        what = self.function or self.label
         if self.name is not None and not isinstance(self.name, str):
-            raise TypeError(f"{self.label}: name must be a str or None, not {self.name!r}")
-        check_member(self.process_set, self.label)
+            raise TypeError(f"{what}: name must be a str or None, not {self.name!r}")
+        check_member(self.process_set, what)
         for tensor in tensors:
-            check_tensor(tensor, self.label, self.in_place)
+            check_tensor(tensor, what, self.in_place)
+        self._check_factors(tensors, what)
         given = list(tensors)
         native = _C.submit(
             self.kind,
@@ -221,6 +239,14 @@ class Operation:
             self.process_set.process_set_id or 0,
         )
         return Handle(self, native, given)
+
+    def _check_factors(self, tensors: Sequence[Tensor], what: str) -> None:
+        for argument, value in (("prescale", self.prescale), ("postscale", self.postscale)):
+            if not math.isfinite(value) and any(t.dtype in _INTEGERS for t in tensors):
+                raise ValueError(
+                    f"{what}: {argument}_factor={value}, and integers cannot be scaled by {value}; "
+                    "pass a finite factor, or convert the tensor to a floating point dtype"
+                )
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Submit, wait, return the results in input order; differentiable."""
@@ -249,7 +275,7 @@ class Operation:
 
     def derived(self, **changes: Any) -> Operation:
         """The unnamed operation of the same process set that a gradient needs."""
-        return dataclasses.replace(self, name=None, **changes)
+        return dataclasses.replace(self, name=None, function="", **changes)
 
     def average(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Gradients averaged over the ranks, in one operation."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,11 +45,26 @@ def join(device: int = -1) -> int:
     ------
     HorovodInternalError
         hvdtorch is not running, or a rank left the job.
+    ValueError
+        Another thread of this rank is in join().
+    TypeError
+        `device` is no int.
     """
     global _interrupted
+    try:
+        operator.index(device)
+    except TypeError:
+        raise TypeError(f"join: device must be an int, not {device!r}; leave it out") from None
     handle, _interrupted = _interrupted, None
     if handle is None or handle.error() is not None:  # it may have ended with its job
-        handle = _C.submit(JOIN, "join.noname", "join", [], False, False, SUM, 1.0, 1.0, 0, None, 0)
+        try:
+            handle = _C.submit(
+                JOIN, "join.noname", "join", [], False, False, SUM, 1.0, 1.0, 0, None, 0
+            )
+        except ValueError:  # the name is in flight
+            raise ValueError(
+                "join: this rank is already in hvd.join(), on another thread; call it once per rank"
+            ) from None
     try:
         handle.wait()
     except BaseException:

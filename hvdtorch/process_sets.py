@@ -61,6 +61,11 @@ class ProcessSet:
             self.mpi_comm = ranks_or_comm
             self.ranks = None
             return
+        if isinstance(ranks_or_comm, ProcessSet) or not isinstance(ranks_or_comm, Iterable):
+            raise TypeError(
+                "ProcessSet takes a list of ranks, as in hvd.ProcessSet([0, 1]), or a "
+                f"communicator, not {_shown(ranks_or_comm)}"
+            )
         members = list(ranks_or_comm)
         wrong = [rank for rank in members if type(rank) is not int]
         if wrong:
@@ -120,6 +125,10 @@ def _restored(ranks_or_comm: Any) -> ProcessSet:
     return _registered_like(ranks_or_comm) or ProcessSet(ranks_or_comm)
 
 
+def _shown(value: object) -> str:
+    return str(value) if isinstance(value, ProcessSet) else repr(value)
+
+
 def _is_communicator(value: object) -> bool:
     return hasattr(value, "Get_size") and hasattr(value, "allgather")
 
@@ -149,14 +158,23 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     ValueError
         hvdtorch is not initialised; a rank that the job does not have; the set, or another one of
         the same ranks, is registered already.
+    TypeError
+        Neither a process set nor ranks.
     HorovodInternalError
         On all ranks, if they add or remove different sets; the text says who does what.
     """
     _this_rank("add_process_set")
     if not isinstance(process_set, ProcessSet):
+        if not isinstance(process_set, Iterable) and not _is_communicator(process_set):
+            raise TypeError(
+                f"add_process_set: pass a hvd.ProcessSet or a list of ranks, not {process_set!r}"
+            )
         process_set = ProcessSet(process_set)
     if process_set.process_set_id is not None:
-        raise ValueError(f"add_process_set: {process_set} is registered already")
+        raise ValueError(
+            f"add_process_set: {process_set} is registered already: use it as it is, or call "
+            "hvd.remove_process_set() with it first"
+        )
     if process_set.mpi_comm is not None or process_set.ranks is None:
         register([process_set])
         return process_set
@@ -177,10 +195,17 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     ------
     ValueError
         hvdtorch is not initialised.
+    TypeError
+        Not a process set.
     HorovodInternalError
         On all ranks, if they add or remove different sets; the text says who does what.
     """
     _this_rank("remove_process_set")
+    if not isinstance(process_set, ProcessSet):
+        raise TypeError(
+            "remove_process_set: pass the hvd.ProcessSet that was registered, not "
+            f"{process_set!r}; hvd.add_process_set() returns it"
+        )
     id = process_set.process_set_id
     if not id or process_set not in _registered:
         return False
@@ -202,7 +227,10 @@ def _check_ranks(ranks: list[int]) -> None:
     if ranks == everyone:
         raise ValueError(f"process set {ranks}: that is hvd.global_process_set")
     if _registered_like(ranks):
-        raise ValueError(f"process set {ranks} is registered already")
+        raise ValueError(
+            f"process set {ranks} is registered already: use the object that was registered, or "
+            "call hvd.remove_process_set() with that first"
+        )
 
 
 def _agree(kind: int, numbers: list[int]) -> int:
@@ -223,8 +251,8 @@ def given_at_init(process_sets: Any) -> list[ProcessSet]:
         return []
     if isinstance(process_sets, (str, ProcessSet)) or not isinstance(process_sets, Iterable):
         raise ValueError(
-            f"init(process_sets={process_sets!s}): pass a list of process sets; sets can be added "
-            "later as well, by hvd.add_process_set()"
+            f"init(process_sets={_shown(process_sets)}): pass a list of process sets; sets can "
+            "be added later as well, by hvd.add_process_set()"
         )
     return [p if isinstance(p, ProcessSet) else ProcessSet(p) for p in process_sets]
 

@@ -14,6 +14,7 @@ from .collective_arguments import (
     checked_op,
     compressed,
     decompressed,
+    factor,
     reduce_op,
     tensor_group,
 )
@@ -26,23 +27,23 @@ from .process_sets import ProcessSet, global_process_set
 
 
 def _allreduce(
+    function: str,
     op: int,
     name: str | None,
     prescale_factor: float,
     postscale_factor: float,
     process_set: ProcessSet,
-    grouped: bool = False,
-    in_place: bool = False,
 ) -> Operation:
     return Operation(
         kind=ALLREDUCE,
-        label="grouped_allreduce" if grouped else "allreduce",
+        label="grouped_allreduce" if function.startswith("grouped_") else "allreduce",
         process_set=process_set,
+        function=function,
         name=name,
-        in_place=in_place,
+        in_place=function.endswith("_"),
         reduce_op=op,
-        prescale=prescale_factor,
-        postscale=postscale_factor,
+        prescale=factor(prescale_factor, "prescale_factor", function),
+        postscale=factor(postscale_factor, "postscale_factor", function),
     )
 
 
@@ -62,7 +63,12 @@ def allreduce(
     of the incoming gradient.
     """
     operation = _allreduce(
-        reduce_op(op, average), name, prescale_factor, postscale_factor, process_set
+        "allreduce",
+        reduce_op(op, average, "allreduce"),
+        name,
+        prescale_factor,
+        postscale_factor,
+        process_set,
     )
     sent, contexts = compressed([tensor], compression, "allreduce")
     return decompressed(operation.run(sent), contexts, compression)[0]
@@ -79,7 +85,12 @@ def allreduce_async(
 ) -> Handle:
     """Start `allreduce`; `synchronize` returns a new tensor, which never requires grad."""
     return _allreduce(
-        reduce_op(op, average), name, prescale_factor, postscale_factor, process_set
+        "allreduce_async",
+        reduce_op(op, average, "allreduce_async"),
+        name,
+        prescale_factor,
+        postscale_factor,
+        process_set,
     ).submit([tensor])
 
 
@@ -94,7 +105,12 @@ def allreduce_(
 ) -> Tensor:
     """`allreduce` into the tensor itself, which is returned. Unseen by autograd."""
     return _allreduce(
-        reduce_op(op, average), name, prescale_factor, postscale_factor, process_set, in_place=True
+        "allreduce_",
+        reduce_op(op, average, "allreduce_"),
+        name,
+        prescale_factor,
+        postscale_factor,
+        process_set,
     ).run_detached([tensor])[0]
 
 
@@ -109,7 +125,12 @@ def allreduce_async_(
 ) -> Handle:
     """Start `allreduce_`; `synchronize` returns the tensor given."""
     return _allreduce(
-        reduce_op(op, average), name, prescale_factor, postscale_factor, process_set, in_place=True
+        "allreduce_async_",
+        reduce_op(op, average, "allreduce_async_"),
+        name,
+        prescale_factor,
+        postscale_factor,
+        process_set,
     ).submit([tensor])
 
 
@@ -129,7 +150,12 @@ def grouped_allreduce(
     """
     group = tensor_group(tensors, "grouped_allreduce")
     operation = _allreduce(
-        reduce_op(op, average), name, prescale_factor, postscale_factor, process_set, grouped=True
+        "grouped_allreduce",
+        reduce_op(op, average, "grouped_allreduce"),
+        name,
+        prescale_factor,
+        postscale_factor,
+        process_set,
     )
     sent, contexts = compressed(group, compression, "grouped_allreduce")
     return decompressed(operation.run(sent), contexts, compression)
@@ -146,7 +172,12 @@ def grouped_allreduce_async(
 ) -> Handle:
     """Start `grouped_allreduce`; `synchronize` returns a tuple of new tensors."""
     return _allreduce(
-        reduce_op(op, average), name, prescale_factor, postscale_factor, process_set, grouped=True
+        "grouped_allreduce_async",
+        reduce_op(op, average, "grouped_allreduce_async"),
+        name,
+        prescale_factor,
+        postscale_factor,
+        process_set,
     ).submit(tensor_group(tensors, "grouped_allreduce_async"))
 
 
@@ -161,15 +192,14 @@ def grouped_allreduce_(
 ) -> tuple[Tensor, ...]:
     """`grouped_allreduce` into the tensors themselves, which are returned as a tuple."""
     operation = _allreduce(
-        reduce_op(op, average),
+        "grouped_allreduce_",
+        reduce_op(op, average, "grouped_allreduce_"),
         name,
         prescale_factor,
         postscale_factor,
         process_set,
-        grouped=True,
-        in_place=True,
     )
-    return tuple(operation.run_detached(tensor_group(tensors, "grouped_allreduce_")))
+    return tuple(operation.run_detached(tensor_group(tensors, "grouped_allreduce_", in_place=True)))
 
 
 def grouped_allreduce_async_(
@@ -183,14 +213,13 @@ def grouped_allreduce_async_(
 ) -> Handle:
     """Start `grouped_allreduce_`; `synchronize` returns a tuple of the tensors given."""
     return _allreduce(
-        reduce_op(op, average),
+        "grouped_allreduce_async_",
+        reduce_op(op, average, "grouped_allreduce_async_"),
         name,
         prescale_factor,
         postscale_factor,
         process_set,
-        grouped=True,
-        in_place=True,
-    ).submit(tensor_group(tensors, "grouped_allreduce_async_"))
+    ).submit(tensor_group(tensors, "grouped_allreduce_async_", in_place=True))
 
 
 # ----------------------------------------------------------------------------------------------
@@ -198,24 +227,22 @@ def grouped_allreduce_async_(
 
 
 def _reducescatter(
-    tensors: Sequence[Tensor],
+    function: str,
     op: int,
     name: str | None,
     prescale_factor: float,
     postscale_factor: float,
     process_set: ProcessSet,
-    label: str,
 ) -> Operation:
-    for tensor in tensors:
-        check_rows(tensor, label)
     return Operation(
         kind=REDUCESCATTER,
-        label=label,
+        label="grouped_reducescatter" if function.startswith("grouped_") else "reducescatter",
         process_set=process_set,
+        function=function,
         name=name,
-        reduce_op=checked_op(op, label, refused=(ADASUM,)),
-        prescale=prescale_factor,
-        postscale=postscale_factor,
+        reduce_op=checked_op(op, function, refused=(ADASUM,)),
+        prescale=factor(prescale_factor, "prescale_factor", function),
+        postscale=factor(postscale_factor, "postscale_factor", function),
     )
 
 
@@ -240,8 +267,9 @@ def reducescatter(
 
     Raises ValueError for a 0-dim tensor, HorovodInternalError for an op it does not have.
     """
+    check_rows(tensor, "reducescatter")
     operation = _reducescatter(
-        [tensor], op, name, prescale_factor, postscale_factor, process_set, "reducescatter"
+        "reducescatter", op, name, prescale_factor, postscale_factor, process_set
     )
     sent, contexts = compressed([tensor], compression, "reducescatter")
     return decompressed(operation.run(sent), contexts, compression)[0]
@@ -256,8 +284,9 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start `reducescatter`; `synchronize` returns a new tensor, which never requires grad."""
+    check_rows(tensor, "reducescatter_async")
     return _reducescatter(
-        [tensor], op, name, prescale_factor, postscale_factor, process_set, "reducescatter"
+        "reducescatter_async", op, name, prescale_factor, postscale_factor, process_set
     ).submit([tensor])
 
 
@@ -274,9 +303,9 @@ def grouped_reducescatter(
 
     The lists of all ranks must agree in length and order. Returns a list in input order.
     """
-    group = tensor_group(tensors, "grouped_reducescatter")
+    group = tensor_group(tensors, "grouped_reducescatter", rows=True)
     operation = _reducescatter(
-        group, op, name, prescale_factor, postscale_factor, process_set, "grouped_reducescatter"
+        "grouped_reducescatter", op, name, prescale_factor, postscale_factor, process_set
     )
     sent, contexts = compressed(group, compression, "grouped_reducescatter")
     return decompressed(operation.run(sent), contexts, compression)
@@ -291,7 +320,7 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start `grouped_reducescatter`; `synchronize` returns a tuple of new tensors."""
-    group = tensor_group(tensors, "grouped_reducescatter_async")
+    group = tensor_group(tensors, "grouped_reducescatter_async", rows=True)
     return _reducescatter(
-        group, op, name, prescale_factor, postscale_factor, process_set, "grouped_reducescatter"
+        "grouped_reducescatter_async", op, name, prescale_factor, postscale_factor, process_set
     ).submit(group)

@@ -1,5 +1,7 @@
 """The public API: `import hvdtorch.torch as hvd`, or `import hvdtorch as hvd`. Re-exports only."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from hvdtorch import native
@@ -66,6 +68,7 @@ from hvdtorch.collectives import (  # noqa: E402
     sparse_allreduce_async,
     synchronize,
 )
+from hvdtorch.compat import missing as _missing  # noqa: E402
 from hvdtorch.compression import Compression  # noqa: E402
 from hvdtorch.exceptions import HorovodInternalError  # noqa: E402
 from hvdtorch.objects import allgather_object, broadcast_object  # noqa: E402
@@ -149,3 +152,8 @@ __all__ = [
     "sparse_allreduce_async",
     "synchronize",
 ]
+
+if not TYPE_CHECKING:  # else type checkers would take any name for one that exists
+
+    def __getattr__(name: str) -> None:
+        raise AttributeError(_missing(__name__, name))
