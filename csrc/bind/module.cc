@@ -14,6 +14,7 @@
 #include "channel/local.h"
 #include "channel/tcp.h"
 #include "core/log.h"
+#include "core/thread.h"
 #include "transport/host_collectives.h"
 #include "transport/memory_link.h"
 #include "transport/sub_link.h"
@@ -32,6 +33,12 @@ class Handle {
   // just before the wait began would be missed: the slice bounds that delay.
   bool wait(std::optional<double> timeout) {
     using Clock = Completion::Clock;
+    if (!done() && on_runtime_thread()) {
+      throw std::runtime_error(
+          "a callback of a future cannot wait for another operation, which this thread would have "
+          "to complete: start it with an _async function and chain its future, or wait in a thread "
+          "of your own");
+    }
     std::optional<Clock::time_point> deadline;
     if (timeout) {
       deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(

@@ -9,8 +9,16 @@
 #include <cstring>
 
 namespace hvdtorch {
+namespace {
+
+thread_local bool of_runtime = false;
+
+}  // namespace
+
+bool on_runtime_thread() noexcept { return of_runtime; }
 
 int enter_runtime_thread(const char* name, int core) noexcept {
+  of_runtime = true;
   pthread_setname_np(pthread_self(), name);
   if (core >= 0) {
     cpu_set_t cores;

@@ -251,6 +251,35 @@ def test_futures(cluster):
     cluster.run(futures)
 
 
+def waiting_in_a_callback() -> None:
+    """Refused where it would wait for itself: on the thread that completes operations."""
+    inner = []
+
+    def callback(_: object) -> None:
+        inner.append(hvd.allreduce_async(torch.ones(1), name="inner", op=hvd.Sum))
+        hvd.synchronize(inner[0])
+
+    last = hvd.rank() == hvd.size() - 1
+    if not last:
+        handle = hvd.allreduce_async(torch.ones(1), name="outer")
+        chained = handle.get_future().then(callback)
+    hvd.barrier()  # the last rank submits when the others have their callback
+    if last:
+        hvd.allreduce(torch.ones(1), name="outer")
+        total = hvd.allreduce(torch.ones(1), name="inner", op=hvd.Sum)
+    else:
+        with pytest.raises(RuntimeError, match="in a thread of your own"):
+            chained.wait()
+        hvd.synchronize(handle)
+        total = hvd.synchronize(inner[0])
+    same(total, torch.full((1,), float(hvd.size())))
+
+
+@pytest.mark.np(2, 3)
+def test_a_callback_that_waits_is_refused(cluster):
+    cluster.run(waiting_in_a_callback)
+
+
 def failed_future() -> None:
     handle = hvd.allreduce_async(torch.ones(1 + hvd.rank()), name="future")
     future = handle.get_future()
