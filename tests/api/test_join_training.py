@@ -96,10 +96,12 @@ def in_the_middle_of_an_accumulation() -> None:
         same(w.grad, torch.tensor([2.5]))  # without rank 1, divided by the size
         optimizer.step()
         optimizer.zero_grad()
-        push(1.0, w)  # now both have one pass accumulated
+        push(1.0, w)
     assert hvd.join() == 0
+    push(1.0, w)  # passes are counted anew
+    same(w.grad, torch.tensor([(1.0 if rank == 0 else 2.0) + 1.0]))
     push(1.0, w)
-    same(w.grad, torch.tensor([((1.0 + 1.0) + (2.0 + 1.0)) / 2]))
+    same(w.grad, torch.tensor([((1.0 + 2.0) + (2.0 + 2.0)) / 2]))
     optimizer.step()
 
 
@@ -231,7 +233,7 @@ def in_a_process_set() -> None:
             same(w.grad, torch.tensor([4.0]))
         optimizer.step()
         optimizer.zero_grad()
-    assert hvd.join() == 0
+    assert hvd.join() in (0, 1)  # rank 1 is no member: nothing says which of the two is the last
     assert hvd.remove_process_set(some)
 
 

@@ -224,12 +224,14 @@ def test_one_name_for_different_things_gives_a_hint(run, others, odd, hint):
         3,
         f"""
 hvd.init()
+hvd.barrier()
 try:
     {odd} if rank == 1 else {others}
 except hvd.HorovodInternalError as error:
     print(error, flush=True)
 """,
-        stop=0.5,
+        warn=1.5,
+        stop=1.5,
     )
     for output in result.outputs:
         assert hint in output and "All ranks must call the same collective" in output, output
