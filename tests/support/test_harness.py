@@ -74,7 +74,8 @@ def test_scripts_under_every_launcher(launcher) -> None:
         import sys
         import hvdtorch as hvd
         hvd.init()
-        print("rank", hvd.rank(), "of", hvd.size(), sys.argv[1:])
+        line = f"rank {hvd.rank()} of {hvd.size()} {sys.argv[1:]}\\n"
+        sys.stdout.write(line)  # at once: under torchrun both ranks have the same pipe
     """
     result = run_script(2, source, launcher, args=["--lo", "3", ""])
     assert result.returncode == 0
