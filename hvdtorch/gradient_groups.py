@@ -22,6 +22,8 @@ from .process_sets import ProcessSet, global_process_set
 
 _T = TypeVar("_T")
 
+_submit = _C.submit
+
 # Something that all ranks of a process set do together: a generator of the operations it has to
 # wait for next, so that the meetings of several sets can be held at the same time.
 Meeting: TypeAlias = Generator[_C.Handle, None, _T]
@@ -227,23 +229,33 @@ def check_bytes(texts: Sequence[str]) -> bytes:
     return digest + bytes(255 - byte for byte in digest)
 
 
+def gather(name: str, tensor: Tensor, process_set: int) -> _C.Handle:
+    """Start an allgather of the reducer's own, among the ranks of that number of a process set."""
+    return _submit(
+        ALLGATHER,
+        f"allgather.{name}",
+        "allgather",
+        [tensor],
+        False,
+        False,
+        SUM,
+        1.0,
+        1.0,
+        0,
+        None,
+        process_set,
+    )
+
+
 def first_difference(texts: Sequence[str], process_set: ProcessSet) -> Meeting[str]:
     """Called on all ranks of the set, when they do not agree: says what differs first, the same on
     all of them."""
     ranks = process_set.ranks or []
     own = [str(ranks[process_set.rank() or 0]), *texts]
-    handle = _C.submit(
-        ALLGATHER,
-        "allgather.hvdtorch.gradient_layout",
-        "allgather",
-        [torch.frombuffer(bytearray(json.dumps(own).encode() + b"\0"), dtype=torch.uint8)],
-        False,
-        False,
-        0,
-        1.0,
-        1.0,
-        0,
-        None,
+    text = bytearray(json.dumps(own).encode() + b"\0")
+    handle = gather(
+        "hvdtorch.gradient_layout",
+        torch.frombuffer(text, dtype=torch.uint8),
         process_set.process_set_id or 0,
     )
     yield handle
@@ -268,18 +280,9 @@ def abandoned_passes(here: bool, process_set: ProcessSet) -> Meeting[str]:
     """Called on all ranks of the set, when not all of them have abandoned the same reductions: says
     which have abandoned any, the same on all of them."""
     own = (process_set.ranks or [0])[process_set.rank() or 0]
-    handle = _C.submit(
-        ALLGATHER,
-        "allgather.hvdtorch.abandoned_passes",
-        "allgather",
-        [torch.tensor([own] if here else [], dtype=torch.int64)],
-        False,
-        False,
-        0,
-        1.0,
-        1.0,
-        0,
-        None,
+    handle = gather(
+        "hvdtorch.abandoned_passes",
+        torch.tensor([own] if here else [], dtype=torch.int64),
         process_set.process_set_id or 0,
     )
     yield handle

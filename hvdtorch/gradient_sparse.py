@@ -18,8 +18,8 @@ from torch import Tensor
 
 from . import _C
 from .exceptions import HorovodInternalError
-from .gradient_groups import Meeting, Slot, coo
-from .operation import ALLGATHER, ALLREDUCE, AVERAGE, SUM
+from .gradient_groups import Meeting, Slot, coo, gather
+from .operation import ALLREDUCE, AVERAGE, SUM
 from .process_sets import ProcessSet
 
 NONE, DENSE, COO, OTHER = range(4)
@@ -110,7 +110,7 @@ def exchange(
     rows = torch.tensor([layouts])  # [1, slots, fields]
     share = torch.ones(1, dtype=torch.float64)
     handles = [
-        _allgather("hvdtorch.gradient_layouts", rows, number),
+        gather("hvdtorch.gradient_layouts", rows, number),
         _submit(
             ALLREDUCE,
             "allreduce.hvdtorch.gradient_share",
@@ -141,8 +141,8 @@ class SparseReduction:
         own = _summed(own._indices(), own._values(), own.shape)
         values = _scaled(own.values(), slot.group.prescale).to(gradient.dtype)
         self.handles = [
-            _allgather(f"{slot.name}.indices", own.indices().t().contiguous(), process_set),
-            _allgather(f"{slot.name}.values", values, process_set),
+            gather(f"{slot.name}.indices", own.indices().t().contiguous(), process_set),
+            gather(f"{slot.name}.values", values, process_set),
         ]
 
     def write(self, share: float, ranks: int) -> None:
@@ -163,23 +163,6 @@ def complete(reductions: list[SparseReduction], share: float, ranks: int) -> Mee
     yield from _wait(handle for reduction in reductions for handle in reduction.handles)
     for reduction in reductions:
         reduction.write(share, ranks)
-
-
-def _allgather(name: str, tensor: Tensor, process_set: int) -> _C.Handle:
-    return _submit(
-        ALLGATHER,
-        f"allgather.{name}",
-        "allgather",
-        [tensor],
-        False,
-        False,
-        SUM,
-        1.0,
-        1.0,
-        0,
-        None,
-        process_set,
-    )
 
 
 def _wait(handles: Iterable[_C.Handle]) -> Meeting[None]:

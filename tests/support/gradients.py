@@ -6,9 +6,15 @@ import torch
 from torch import nn
 
 import hvdtorch as hvd
-from hvdtorch import adasum_step, gradient_launches, gradient_rounds, gradient_sparse
+from hvdtorch import (
+    adasum_step,
+    gradient_groups,
+    gradient_launches,
+    gradient_rounds,
+    gradient_sparse,
+)
 
-_SUBMITTERS = (adasum_step, gradient_launches, gradient_rounds, gradient_sparse)
+_SUBMITTERS = (adasum_step, gradient_groups, gradient_launches, gradient_rounds, gradient_sparse)
 
 
 def parameter(*values: float, dtype: torch.dtype = torch.float32) -> nn.Parameter:
