@@ -15,17 +15,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr Wire kWires[] = {Wire::kLocal, Wire::kSockets};
-
-// Graces that keep the tests short; the order of the two is the same as in production.
-RuntimeOptions quick(int64_t inline_limit = 0) {
-  RuntimeOptions options;
-  options.inline_limit = inline_limit;
-  options.cause_grace = milliseconds(400);
-  options.leave_grace = milliseconds(100);
-  return options;
-}
-
 Submission submit_x(SimulatedRanks& job, int rank) {
   return job.submit(rank, allreduce_of("x", {1000}), std::string(4000, '\0'));
 }

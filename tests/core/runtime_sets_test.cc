@@ -16,16 +16,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr Wire kWires[] = {Wire::kLocal, Wire::kSockets};
-
-RuntimeOptions quick(int64_t inline_limit = 0) {
-  RuntimeOptions options;
-  options.inline_limit = inline_limit;
-  options.cause_grace = milliseconds(400);
-  options.leave_grace = milliseconds(100);
-  return options;
-}
-
 Submission submit(SimulatedRanks& job, int rank, const Ready& change) {
   return job.submit(rank, *change.desc, change.payload.value_or(""));
 }

@@ -28,6 +28,14 @@ std::vector<std::unique_ptr<Channel>> make_channels(Wire wire, int size) {
   return channels;
 }
 
+RuntimeOptions quick(int64_t inline_limit) {
+  RuntimeOptions options;
+  options.inline_limit = inline_limit;
+  options.cause_grace = std::chrono::milliseconds(400);
+  options.leave_grace = std::chrono::milliseconds(100);
+  return options;
+}
+
 std::string floats(const std::vector<float>& values) {
   return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(float)};
 }

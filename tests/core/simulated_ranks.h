@@ -20,6 +20,11 @@ namespace hvdtorch::test {
 inline constexpr std::chrono::seconds kHang{60};
 
 enum class Wire { kLocal, kSockets };
+inline constexpr Wire kWires[] = {Wire::kLocal, Wire::kSockets};
+
+// Graces that keep tests of ends short; the order of the two is the same as in production.
+RuntimeOptions quick(int64_t inline_limit = 0);
+
 std::vector<std::unique_ptr<Channel>> make_channels(Wire wire, int size);
 
 // An operation and the memory it works on.
