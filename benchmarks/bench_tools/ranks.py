@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 
 THREADS = 1  # per rank: ranks share the cores
+# What launchers and the jobs they start leave in a rank's environment.
+_LAUNCHERS = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "PRTE_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+_OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def under_launcher() -> bool:
@@ -38,6 +41,15 @@ def connected() -> Iterator[Callable[..., None]]:
         yield print if dist.get_rank() == 0 else _silence
     finally:
         dist.destroy_process_group()
+
+
+def environment_without_launcher() -> dict[str, str]:
+    """This process's, for a child that is no rank of this job."""
+    return {
+        key: value
+        for key, value in os.environ.items()
+        if key not in _OF_A_RANK and not key.startswith(_LAUNCHERS)
+    }
 
 
 def from_rank_0(value: Any) -> Any:

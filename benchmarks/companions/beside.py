@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from bench_tools.ranks import from_rank_0
+from bench_tools.ranks import environment_without_launcher, from_rank_0
 
 MAIN = Path(__file__).with_name("main.py")
 START_SECONDS = 120  # imports of torch on busy cores
@@ -31,10 +31,6 @@ LEAVE_SECONDS = 20
 ADDRESS = "HVDBENCH_ADDRESS"  # what a companion finds in its environment
 KIND = "HVDBENCH_KIND"
 KINDS = ("gloo", "mpi")  # what Horovod's ranks talk over
-# Of the rank's own launcher and libraries: a companion belongs to another job.
-_FOREIGN = ("HOROVOD_", "HVDTORCH_", "OMPI_", "PMIX_", "PMI_", "PRTE_", "TORCHELASTIC_", "GROUP_")
-_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ROLE_RANK")
-_FOREIGN_NAMES = (*_RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "PYTHONHOME")
 
 
 class CompanionError(RuntimeError):
@@ -59,7 +55,8 @@ class Companion:
             listener.bind(f"\0{name}-{dist.get_rank()}")
             listener.listen(1)
             dist.barrier()  # all listen
-            environment = _environment() | {ADDRESS: name, KIND: kind}
+            environment = environment_without_launcher() | {ADDRESS: name, KIND: kind}
+            environment.pop("PYTHONPATH", None)  # it is for this interpreter
             if command := _command(python, kind):
                 self._child = subprocess.Popen(
                     command, env=environment, stdin=subprocess.DEVNULL, stdout=2
@@ -131,14 +128,6 @@ class Companion:
         if not succeeded:
             raise CompanionError(f"{self._what} failed to {request[0]}:\n{answer}")
         return answer
-
-
-def _environment() -> dict[str, str]:
-    return {
-        key: value
-        for key, value in os.environ.items()
-        if key not in _FOREIGN_NAMES and not key.startswith(_FOREIGN)
-    }
 
 
 def _command(python: Path, kind: str) -> list[str] | None:
