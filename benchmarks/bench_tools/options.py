@@ -58,6 +58,11 @@ def check_needs(
             parser.error("the peers named horovod-... need --horovod-python PATH")
         if not options.horovod_python.exists():
             parser.error(f"--horovod-python {options.horovod_python}: there is no such file")
+    check_plot(parser, options)
+
+
+def check_plot(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends the program where a plot is asked for and cannot be drawn."""
     if options.plot is not None:
         try:
             import matplotlib  # noqa: F401

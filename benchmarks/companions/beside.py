@@ -56,7 +56,7 @@ class Companion:
             listener.listen(1)
             dist.barrier()  # all listen
             environment = environment_without_launcher() | {ADDRESS: name, KIND: kind}
-            environment.pop("PYTHONPATH", None)  # it is for this interpreter
+            environment["PYTHONPATH"] = str(MAIN.parents[1])  # and none of this interpreter's
             if command := _command(python, kind):
                 self._child = subprocess.Popen(
                     command, env=environment, stdin=subprocess.DEVNULL, stdout=2

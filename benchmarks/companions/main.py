@@ -8,7 +8,6 @@ Started by beside.py only. PARENT is a process id, 0 for whoever it is.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import signal
@@ -16,19 +15,9 @@ import socket
 import sys
 import traceback
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # benchmarks/, not benchmarks/companions/
-
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-def end_with(parent: int, signal_number: int) -> None:
-    """The kernel sends this process `signal_number` when its parent dies."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal_number)
-    if parent != 0 and os.getppid() != parent:
-        sys.exit("the rank that started this companion is gone")
+from bench_tools.lifetime import end_with
 
 
 class Service:
@@ -37,9 +26,9 @@ class Service:
     def __init__(self, rank: int, size: int, kind: str) -> None:
         # Set before torch is imported. Ranks share the cores.
         os.environ["OMP_NUM_THREADS"] = "1"
-        from companions import horovod
+        from companions.job import Job
 
-        self._job = horovod.Job(rank, size, kind)
+        self._job = Job(rank, size, kind)
         self._served: Any = None
 
     def open_meeting(self) -> Any:
@@ -80,7 +69,7 @@ def main(arguments: list[str]) -> None:
     if arguments[0] == "--exec":
         end_with(int(arguments[1]), signal.SIGTERM)
         os.execv(arguments[2], arguments[2:])
-    end_with(int(arguments[0]), signal.SIGKILL)
+    end_with(int(arguments[0]))
     if arguments[1:]:
         rank, size = int(arguments[1]), int(arguments[2])
     else:

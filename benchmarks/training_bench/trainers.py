@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -142,7 +143,9 @@ class Ddp(Trainer):
 
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         # No other column sends the running means of batch normalisation around.
-        wrapped = DistributedDataParallel(model, process_group=self._group, broadcast_buffers=False)
+        known = inspect.signature(DistributedDataParallel).parameters
+        switch = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        wrapped = DistributedDataParallel(model, process_group=self._group, **{switch: False})
         return wrapped, optimizer
 
 
