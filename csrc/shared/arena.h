@@ -37,6 +37,7 @@ class SharedArena : public std::enable_shared_from_this<SharedArena> {
     int64_t offset = 0;
   };
 
+  // Null: nobody to share with; all blocks are memory of this process alone.
   explicit SharedArena(Offer* offers);
   ~SharedArena();
 

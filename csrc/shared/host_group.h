@@ -44,8 +44,9 @@ class HostGroup {
   // Of the process that is number `index`; 0 until it has opened the group.
   int pid(int index) const noexcept;
 
-  // Memory that other ranks can read and write: blocks of it may be passed to place_of().
-  SharedArena& arena() noexcept { return *arena_; }
+  // Memory that the other ranks can read and write where it is.
+  const std::shared_ptr<SharedArena>& shared_arena() const noexcept { return arena_; }
+  SharedArena& arena() const noexcept { return *arena_; }
   // Where place `place` of rank `index` is in this process. SharedMemoryError if it is not.
   std::byte* at(int index, const SharedArena::Place& place);
 

@@ -20,15 +20,22 @@ struct alignas(64) Bell {
   void ring() noexcept;
 };
 
+// Threads of the user's that wait for a result, in this process.
+inline std::atomic<int> waiting_threads{0};
+
+struct CountedAsWaiting {
+  CountedAsWaiting() noexcept { waiting_threads.fetch_add(1, std::memory_order_relaxed); }
+  ~CountedAsWaiting() { waiting_threads.fetch_sub(1, std::memory_order_relaxed); }
+  CountedAsWaiting(const CountedAsWaiting&) = delete;
+};
+
 // Whether a wait may begin with spinning: only if every rank of the host has a core of its own, and
 // while a thread of the user's waits for a result, so that the core has nothing else to do.
 struct SpinPolicy {
   bool cores_suffice = false;
-  const std::atomic<int>* waiting_threads = nullptr;
 
   bool may_spin() const noexcept {
-    return cores_suffice &&
-           (waiting_threads == nullptr || waiting_threads->load(std::memory_order_relaxed) > 0);
+    return cores_suffice && waiting_threads.load(std::memory_order_relaxed) > 0;
   }
 };
 

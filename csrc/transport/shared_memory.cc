@@ -44,20 +44,6 @@ int64_t stage_for(int ranks) {
   return std::clamp<int64_t>((4 << 20) / ranks, 128 << 10, 512 << 10);
 }
 
-// TEMP until kern is merged
-void reduce_to_all(const Reduction& reduction, void* const* dsts, int ndst, const void* const* srcs,
-                   int nsrc, int64_t count) {
-  const int64_t e = size_of(reduction.dtype);
-  for (int64_t b = 0; b < count; b += 4096) {
-    const int64_t n = std::min<int64_t>(4096, count - b);
-    std::vector<const void*> s;
-    for (int i = 0; i < nsrc; ++i) s.push_back(static_cast<const std::byte*>(srcs[i]) + b * e);
-    void* d = static_cast<std::byte*>(dsts[0]) + b * e;
-    reduce(reduction, d, s.data(), nsrc, n);
-    for (int i = 1; i < ndst; ++i) copy_bytes(static_cast<std::byte*>(dsts[i]) + b * e, d, n * e);
-  }
-}
-
 }  // namespace
 
 // What a rank tells the others with a step, besides what is in its stage.
