@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "transport/host_collectives.h"
+#include "transport/memory_link.h"
 #include "transport/sub_link.h"
 
 namespace hvdtorch {
@@ -47,6 +48,7 @@ class Choice {
   }
 
   std::shared_ptr<Transport> make(uint32_t process_set, const std::vector<int>& ranks) {
+    if (ranks.size() == 1) return std::make_shared<HostCollectives>(make_memory_links(1)[0]);
     if (topology_.group &&
         std::includes(neighbours_.begin(), neighbours_.end(), ranks.begin(), ranks.end())) {
       return local(process_set, ranks);
