@@ -38,7 +38,7 @@ class Shared:
 def share_memory(
     store: dist.Store, rank: int, host_of: Sequence[int], hosts: Sequence[str], deadline: float
 ) -> Shared:
-    """Called by all ranks at once. `host_of`: by rank, the number of its host; `hosts`: their names.
+    """Called by all ranks at once. `host_of`: by rank, its host's number; `hosts`: their names.
 
     `deadline` by time.monotonic(). Raises TimeoutError if a rank says nothing until then.
     """
