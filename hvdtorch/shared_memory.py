@@ -101,7 +101,7 @@ def _failed(
             failed.append(host_of[ranks[0]])
             logger.warning(
                 "the ranks of host %s exchange data through sockets, which is slower, because rank "
-                "%d cannot share memory with them: %s",
+                "%s cannot share memory with them: %s",
                 hosts[ranks[0]],
                 *told[0],
             )
