@@ -2,6 +2,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include <type_traits>
+
 #include "kernels/reduce_table.h"  // and so all headers but our own before the switch
 
 #if defined(__clang__)
