@@ -102,6 +102,11 @@ struct Two {
   V a, b;
 };
 
+template <typename V>
+struct One {
+  V a;
+};
+
 // --- ops ---
 
 struct Sum {
@@ -171,13 +176,17 @@ template <typename Code, typename Conversion>
 struct NarrowFloat : Format<Code, float> {
   using Base = Format<Code, float>;
   using Words = Vector<uint32_t, Base::kLanes>;
+  HVDTORCH_INLINE static typename Base::ValueVector from_words(Words codes) {
+    return __builtin_bit_cast(typename Base::ValueVector, Conversion::widen(codes));
+  }
+  HVDTORCH_INLINE static Words to_words(typename Base::ValueVector values) {
+    return Conversion::narrow(__builtin_bit_cast(Words, values));
+  }
   HVDTORCH_INLINE static typename Base::ValueVector widen(typename Base::StoredVector codes) {
-    const Words words = resize<uint32_t, Code, Base::kLanes>(codes);
-    return __builtin_bit_cast(typename Base::ValueVector, Conversion::widen(words));
+    return from_words(resize<uint32_t, Code, Base::kLanes>(codes));
   }
   HVDTORCH_INLINE static typename Base::StoredVector narrow(typename Base::ValueVector values) {
-    const Words words = Conversion::narrow(__builtin_bit_cast(Words, values));
-    return resize<Code, uint32_t, Base::kLanes>(words);
+    return resize<Code, uint32_t, Base::kLanes>(to_words(values));
   }
 };
 
@@ -208,22 +217,6 @@ using Float16 = NarrowFloat<uint16_t, Float16Format>;
 #endif
 using BFloat16 = NarrowFloat<uint16_t, BFloat16Format>;
 
-// bfloat16s two by two: those in the lower and those in the upper half of 32-bit words make a
-// vector of float32 each, which takes one instruction and no permutation. (AVX512_BF16 has a
-// conversion, but it flushes subnormals.)
-struct BFloat16Pairs : Format<uint16_t, float> {
-  using Words = Vector<uint32_t, kLanes>;
-  HVDTORCH_INLINE static ValueVector widen_lower(Words pairs) {
-    return __builtin_bit_cast(ValueVector, pairs << 16);
-  }
-  HVDTORCH_INLINE static ValueVector widen_upper(Words pairs) {
-    return __builtin_bit_cast(ValueVector, pairs & 0xffff0000u);
-  }
-  HVDTORCH_INLINE static Words narrow(ValueVector lower, ValueVector upper) {
-    return BFloat16Format::narrow(__builtin_bit_cast(Words, lower)) |
-           (BFloat16Format::narrow(__builtin_bit_cast(Words, upper)) << 16);
-  }
-};
 template <typename Conversion>
 using Float8 = NarrowFloat<uint8_t, Conversion>;
 
@@ -234,12 +227,11 @@ template <typename T>
 struct AverageInFloat : Format<T, float> {
   using Base = Format<T, float>;
   using Words = Vector<int32_t, Base::kLanes>;
-  HVDTORCH_INLINE static typename Base::ValueVector widen(typename Base::StoredVector v) {
-    const Words words = resize<int32_t, T, Base::kLanes>(v);
+  HVDTORCH_INLINE static typename Base::ValueVector from_words(Words words) {
     return __builtin_convertvector(words, typename Base::ValueVector);
   }
-  HVDTORCH_INLINE static typename Base::StoredVector narrow(typename Base::ValueVector v) {
-    return resize<T, int32_t, Base::kLanes>(__builtin_convertvector(v, Words));
+  HVDTORCH_INLINE static Words to_words(typename Base::ValueVector values) {
+    return __builtin_convertvector(values, Words);  // truncates
   }
 };
 
@@ -280,6 +272,49 @@ struct AverageInDouble : Format<T, double> {
   }
 };
 
+// Elements of 8 and 16 bits that are computed in 32, four or two to a 32-bit word: the first of all
+// words make one vector, the second the next one, and so on. That takes shifts, and no permutation.
+// It changes the order inside of a group, so that both formats of a kernel must be packed.
+template <typename Inner>
+struct Packed : Inner {
+  using Words = typename Inner::Words;
+  using Codes = Vector<uint32_t, Inner::kLanes>;
+  static constexpr int kPerWord = 4 / sizeof(typename Inner::Stored);
+  static constexpr int kBits = 8 * sizeof(typename Inner::Stored);
+
+  template <int kIndex>
+  HVDTORCH_INLINE static typename Inner::ValueVector widen(Codes packed) {
+    const Codes top = packed << (32 - kBits * (kIndex + 1));
+    if constexpr (kIsBFloat16) {
+      const Codes upper_half = kIndex == 0 ? top : packed & 0xffff0000u;
+      return __builtin_bit_cast(typename Inner::ValueVector, upper_half);
+    } else if constexpr (kIsSigned<typename Inner::Stored>) {
+      return Inner::from_words(__builtin_bit_cast(Words, top) >> (32 - kBits));
+    } else {
+      return Inner::from_words(__builtin_bit_cast(Words, top >> (32 - kBits)));
+    }
+  }
+  template <int kIndex>
+  HVDTORCH_INLINE static Codes narrow(typename Inner::ValueVector values) {
+    if constexpr (kIsBFloat16) {
+      const Codes rounded = BFloat16Format::round(__builtin_bit_cast(Codes, values));
+      return kIndex == 0 ? rounded >> 16 : rounded & 0xffff0000u;
+    }
+    const Codes codes = __builtin_bit_cast(Codes, Inner::to_words(values));
+    // Codes of floats have no higher bits; negative integers, and those that wrap, do.
+    constexpr bool kIsClean = std::is_same_v<Words, Codes> || kIndex == kPerWord - 1;
+    return (kIsClean ? codes : codes & ((1u << kBits) - 1u)) << (kBits * kIndex);
+  }
+
+ private:
+  // Its codes are float32s without their lower half: fewer steps than by way of from_words().
+  static constexpr bool kIsBFloat16 = std::is_same_v<Inner, BFloat16>;
+};
+template <typename F>
+constexpr bool kIsPacked = requires {
+  F::kPerWord;
+};
+
 // Exact sums of integers up to 32 bits.
 template <typename T>
 struct SumInInt64 : Format<T, int64_t> {
@@ -306,25 +341,35 @@ HVDTORCH_INLINE void store(void* at, V v) {
 
 template <typename In>
 HVDTORCH_INLINE Group<typename In::ValueVector> load_group(const char* at) {
-  if constexpr (std::is_same_v<In, BFloat16Pairs>) {
-    using V = typename In::Words;
-    const V first = load<V>(at), second = load<V>(at + sizeof(V));
-    return {In::widen_lower(first), In::widen_upper(first), In::widen_lower(second),
-            In::widen_upper(second)};
-  } else {
+  if constexpr (!kIsPacked<In>) {
     using V = typename In::StoredVector;
     return {In::widen(load<V>(at)), In::widen(load<V>(at + sizeof(V))),
             In::widen(load<V>(at + 2 * sizeof(V))), In::widen(load<V>(at + 3 * sizeof(V)))};
+  } else if constexpr (In::kPerWord == 2) {
+    using V = typename In::Codes;
+    const V first = load<V>(at), second = load<V>(at + sizeof(V));
+    return {In::template widen<0>(first), In::template widen<1>(first),
+            In::template widen<0>(second), In::template widen<1>(second)};
+  } else {
+    const auto all = load<typename In::Codes>(at);
+    return {In::template widen<0>(all), In::template widen<1>(all), In::template widen<2>(all),
+            In::template widen<3>(all)};
   }
 }
 
 template <typename Out>
 HVDTORCH_INLINE auto narrow_group(const Group<typename Out::ValueVector>& group) {
-  if constexpr (std::is_same_v<Out, BFloat16Pairs>) {
-    return Two<typename Out::Words>{Out::narrow(group.a, group.b), Out::narrow(group.c, group.d)};
-  } else {
+  if constexpr (!kIsPacked<Out>) {
     return Group<typename Out::StoredVector>{Out::narrow(group.a), Out::narrow(group.b),
                                              Out::narrow(group.c), Out::narrow(group.d)};
+  } else if constexpr (Out::kPerWord == 2) {
+    return Two<typename Out::Codes>{
+        Out::template narrow<0>(group.a) | Out::template narrow<1>(group.b),
+        Out::template narrow<0>(group.c) | Out::template narrow<1>(group.d)};
+  } else {
+    return One<typename Out::Codes>{
+        Out::template narrow<0>(group.a) | Out::template narrow<1>(group.b) |
+        Out::template narrow<2>(group.c) | Out::template narrow<3>(group.d)};
   }
 }
 
@@ -334,6 +379,11 @@ HVDTORCH_INLINE void store_group(char* at, const Group<V>& group) {
   store(at + sizeof(V), group.b);
   store(at + 2 * sizeof(V), group.c);
   store(at + 3 * sizeof(V), group.d);
+}
+
+template <typename V>
+HVDTORCH_INLINE void store_group(char* at, const One<V>& group) {
+  store(at, group.a);
 }
 
 template <typename V>
@@ -434,6 +484,17 @@ constexpr KernelRow float_row() {
   return {sum, sum, run<In, Out, Min>, run<In, Out, Max>, run<In, Out, Product>};
 }
 
+template <typename Narrow>
+constexpr KernelRow packed_row() {
+  return float_row<Packed<Narrow>, Packed<Narrow>>();
+}
+
+#if defined(HVDTORCH_HAS_F16C)  // whose conversions take codes that lie side by side
+constexpr KernelRow kFloat16Row = float_row<Float16, Float16>();
+#else
+constexpr KernelRow kFloat16Row = packed_row<Float16>();
+#endif
+
 template <typename Wrapping, typename T, typename Average>
 constexpr KernelRow integer_row() {
   return {run<Average, Average, Sum>, run<Plain<Wrapping>, Plain<Wrapping>, Sum>,
@@ -474,24 +535,24 @@ constexpr Kernel finish() {
 constexpr KernelTable kKernels = {
     .whole = {
         /* bool            */ bool_row(),
-        /* uint8           */ integer_row<uint8_t, uint8_t, AverageInFloat<uint8_t>>(),
-        /* int8            */ integer_row<uint8_t, int8_t, AverageInFloat<int8_t>>(),
-        /* int16           */ integer_row<uint16_t, int16_t, AverageInFloat<int16_t>>(),
+        /* uint8           */ integer_row<uint8_t, uint8_t, Packed<AverageInFloat<uint8_t>>>(),
+        /* int8            */ integer_row<uint8_t, int8_t, Packed<AverageInFloat<int8_t>>>(),
+        /* int16           */ integer_row<uint16_t, int16_t, Packed<AverageInFloat<int16_t>>>(),
         /* int32           */ integer_row<uint32_t, int32_t, AverageInDouble<int32_t>>(),
         /* int64           */ long_row<uint64_t, int64_t>(),
-        /* uint16          */ integer_row<uint16_t, uint16_t, AverageInFloat<uint16_t>>(),
+        /* uint16          */ integer_row<uint16_t, uint16_t, Packed<AverageInFloat<uint16_t>>>(),
         /* uint32          */ integer_row<uint32_t, uint32_t, AverageInDouble<uint32_t>>(),
         /* uint64          */ long_row<uint64_t, uint64_t>(),
-        /* float16         */ float_row<Float16, Float16>(),
-        /* bfloat16        */ float_row<BFloat16Pairs, BFloat16Pairs>(),
+        /* float16         */ kFloat16Row,
+        /* bfloat16        */ packed_row<BFloat16>(),
         /* float32         */ float_row<Plain<float>, Plain<float>>(),
         /* float64         */ float_row<Plain<double>, Plain<double>>(),
         /* complex64       */ complex_row<float>(),
         /* complex128      */ complex_row<double>(),
-        /* float8_e4m3fn   */ float_row<Float8<Float8E4M3>, Float8<Float8E4M3>>(),
-        /* float8_e5m2     */ float_row<Float8<Float8E5M2>, Float8<Float8E5M2>>(),
-        /* float8_e4m3fnuz */ float_row<Float8<Float8E4M3Uz>, Float8<Float8E4M3Uz>>(),
-        /* float8_e5m2fnuz */ float_row<Float8<Float8E5M2Uz>, Float8<Float8E5M2Uz>>(),
+        /* float8_e4m3fn   */ packed_row<Float8<Float8E4M3>>(),
+        /* float8_e5m2     */ packed_row<Float8<Float8E5M2>>(),
+        /* float8_e4m3fnuz */ packed_row<Float8<Float8E4M3Uz>>(),
+        /* float8_e5m2fnuz */ packed_row<Float8<Float8E5M2Uz>>(),
     },
     .partial = {
         /* bool            */ kNothing,
