@@ -4,8 +4,8 @@
 //
 // prints one line per case: isa, dtype, op, nsrc, bytes, GB/s of the kernel, GB/s of memcpy. GB/s
 // counts what is read and what is written: nsrc + 1 spans for a kernel, 2 for memcpy. The two take
-// turns, in processor time, and each number is that of its best round: what else runs on the machine
-// disturbs them least.
+// turns, in processor time, and each number is that of its best round: what else runs on the
+// machine disturbs them least.
 #include <time.h>
 
 #include <algorithm>
@@ -112,8 +112,10 @@ int run(char** argv) {
                                   named<ReduceOp>(op, kNumReduceOps), 1.0, 1.0, nsrc};
         if (!why_not_reducible(reduction).empty()) continue;
         for (const std::string& bytes : split(argv[2])) {
-          for (const std::string& isa : split(argv[6])) {
-            measure(named<Isa>(isa, kNumIsas), reduction, nsrc, std::atoll(bytes.c_str()), rounds);
+          for (const std::string& name : split(argv[6])) {
+            const Isa isa = named<Isa>(name, kNumIsas);
+            if (processor_has(isa))
+              measure(isa, reduction, nsrc, std::atoll(bytes.c_str()), rounds);
           }
         }
       }

@@ -15,7 +15,7 @@
 
 #define HVDTORCH_VECTOR_BYTES 32
 #define HVDTORCH_HAS_F16C
-#include "kernels/reduce_vector.h"
+#include "kernels/reduce_rows.h"
 
 namespace hvdtorch {
 

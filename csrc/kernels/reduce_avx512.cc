@@ -16,7 +16,7 @@
 
 #define HVDTORCH_VECTOR_BYTES 64
 #define HVDTORCH_HAS_F16C
-#include "kernels/reduce_vector.h"
+#include "kernels/reduce_rows.h"
 
 namespace hvdtorch {
 
