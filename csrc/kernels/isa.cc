@@ -4,6 +4,10 @@
 #include <stdexcept>
 #include <string>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace hvdtorch {
 namespace {
 
@@ -18,6 +22,13 @@ std::atomic<Isa>& chosen() {
   static std::atomic<Isa> isa{best_isa()};
   return isa;
 }
+
+#if defined(__x86_64__)
+bool has_f16c() noexcept {  // __builtin_cpu_supports() does not know it everywhere
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+#endif
 
 }  // namespace
 
@@ -35,7 +46,7 @@ const char* name_of(Isa isa) noexcept {
 
 bool processor_has([[maybe_unused]] Isa isa) noexcept {
 #if defined(__x86_64__)
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  const bool avx2 = __builtin_cpu_supports("avx2") && has_f16c();
   if (isa == Isa::kAvx2) return avx2;
   if (isa == Isa::kAvx512) {
     return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
