@@ -1,8 +1,6 @@
 #include "kernels/isa.h"
 
 #include <atomic>
-#include <stdexcept>
-#include <string>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -58,11 +56,10 @@ bool processor_has([[maybe_unused]] Isa isa) noexcept {
 
 Isa current_isa() noexcept { return chosen().load(std::memory_order_relaxed); }
 
-void use_isa(Isa isa) {
-  if (!processor_has(isa)) {
-    throw std::invalid_argument(std::string("this processor has no ") + name_of(isa));
-  }
+bool use_isa(Isa isa) noexcept {
+  if (!processor_has(isa)) return false;
   chosen().store(isa, std::memory_order_relaxed);
+  return true;
 }
 
 }  // namespace hvdtorch

@@ -9,10 +9,6 @@
 // To add a dtype: a format, if none of those here fits, and its rows in reduce_rows.h.
 #pragma once
 
-#if !defined(HVDTORCH_VECTOR_BYTES)
-#error "define HVDTORCH_VECTOR_BYTES, the bytes of one vector"
-#endif
-
 #include <type_traits>
 
 #include "kernels/float_formats.h"
@@ -20,7 +16,7 @@
 namespace hvdtorch {
 namespace {
 
-constexpr int kVectorBytes = HVDTORCH_VECTOR_BYTES;
+constexpr int kVectorBytes = HVDTORCH_VECTOR_BYTES;  // defined by the including file
 
 // --- vectors ---
 

@@ -29,7 +29,7 @@ std::vector<Isa> isas() {
 void with_every_isa(const std::function<void(Isa)>& body) {
   const Isa before = current_isa();
   for (Isa isa : isas()) {
-    use_isa(isa);
+    check(use_isa(isa), name_of(isa));
     try {
       body(isa);
     } catch (...) {
@@ -339,13 +339,13 @@ const Case many("averages of very many small integers stay exact", [] {
   });
 });
 
-const Case refused("an instruction set that the processor lacks is refused", [] {
+const Case refused("an instruction set that the processor lacks is not used", [] {
+  const Isa best = isas().back();
   for (Isa isa : {Isa::kAvx2, Isa::kAvx512}) {
-    if (processor_has(isa)) continue;
-    check_contains(check_throws<std::invalid_argument>([&] { use_isa(isa); }), name_of(isa));
+    if (!processor_has(isa)) check(!use_isa(isa), name_of(isa));
   }
   check(processor_has(Isa::kPlain), "every processor has the plain one");
-  check_eq(name_of(current_isa()), name_of(isas().back()), "the best one is used");
+  check_eq(name_of(current_isa()), name_of(best), "the best one is used");
 });
 
 }  // namespace
