@@ -47,8 +47,15 @@ class Handle {
     for (;;) {
       if (!submitted_.completion->done()) {
         const auto slice = Clock::now() + std::chrono::seconds(1);
+        const auto until = deadline && *deadline < slice ? *deadline : slice;
+        std::shared_ptr<Runtime> runtime = Job::instance().shared_runtime();
         py::gil_scoped_release no_gil;
-        submitted_.completion->wait(deadline && *deadline < slice ? *deadline : slice);
+        if (runtime) {
+          runtime->wait(*submitted_.completion, until);
+        } else {
+          submitted_.completion->wait(until);
+        }
+        runtime.reset();
       }
       if (submitted_.completion->done()) break;
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -97,7 +104,8 @@ class Handle {
 
 Handle submit(int kind, std::string name, std::string label, std::vector<at::Tensor> tensors,
               bool grouped, bool in_place, int reduce_op, double prescale, double postscale,
-              int32_t root, std::optional<std::vector<int64_t>> splits, uint32_t process_set) {
+              int32_t root, std::optional<std::vector<int64_t>> splits, uint32_t process_set,
+              bool wait) {
   if (kind < 0 || kind >= kNumOpKinds) throw std::invalid_argument("unknown operation kind");
   if (reduce_op < 0 || reduce_op >= kNumReduceOps) {
     throw std::invalid_argument("unknown reduce op " + std::to_string(reduce_op));
@@ -116,7 +124,10 @@ Handle submit(int kind, std::string name, std::string label, std::vector<at::Ten
   if (splits) request.splits = std::move(*splits);
   request.process_set = process_set;
   request.site = current_site();
-  return Handle(Job::instance().submit(std::move(request)));
+  request.waits = wait && !on_runtime_thread();
+  Handle handle(Job::instance().submit(std::move(request)));
+  if (wait) handle.wait(std::nullopt);
+  return handle;
 }
 
 std::string directory_of(const char* module) {
@@ -217,7 +228,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("submit", &submit, py::arg("kind"), py::arg("name"), py::arg("label"), py::arg("tensors"),
         py::arg("grouped"), py::arg("in_place"), py::arg("reduce_op"), py::arg("prescale"),
-        py::arg("postscale"), py::arg("root"), py::arg("splits"), py::arg("process_set"));
+        py::arg("postscale"), py::arg("root"), py::arg("splits"), py::arg("process_set"),
+        py::arg("wait") = false);
   m.def("start", &start, py::arg("rank"), py::arg("size"), py::arg("hosts"), py::arg("fds"),
         py::arg("link"), py::arg("settings"));
   m.def(

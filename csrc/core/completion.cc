@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <climits>
 #include <ctime>
+#include <utility>
 
 namespace hvdtorch {
 namespace {
@@ -45,8 +46,14 @@ void Completion::member_done(const std::string& error) {
     callbacks.swap(callbacks_);
     state_.store(kDone, std::memory_order_release);
     futex(&state_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr);
+    if (rouse_) rouse_();
   }
   for (auto& callback : callbacks) callback();
+}
+
+void Completion::set_rouse(std::function<void()> rouse) {
+  std::lock_guard lock(mutex_);
+  rouse_ = std::move(rouse);
 }
 
 void Completion::add_callback(std::function<void()> callback) {

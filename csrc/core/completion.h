@@ -34,6 +34,10 @@ class Completion {
   // Empty on success. Valid once done().
   const std::string& error() const noexcept { return error_; }
 
+  // Until the next call, completion also calls this (any thread, quick): for a waiter that sleeps
+  // elsewhere than in wait(). Null: nothing.
+  void set_rouse(std::function<void()> rouse);
+
   // Runs when complete, on the completing thread; at once, on this one, if it already is.
   void add_callback(std::function<void()> callback);
 
@@ -43,6 +47,7 @@ class Completion {
   std::mutex mutex_;  // guards the rest until done
   int remaining_;
   std::string error_;
+  std::function<void()> rouse_;
   std::vector<std::function<void()>> callbacks_;
 };
 

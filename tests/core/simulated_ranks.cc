@@ -90,18 +90,19 @@ class SimulatedRanks::MortalChannel final : public Channel {
   void send(int rank, std::string_view frame) override {
     if (inner_) inner_->send(rank, frame);
   }
-  std::vector<Event> wait(std::optional<Clock::time_point> deadline) override {
-    std::vector<Event> events;
-    if (inner_) events = inner_->wait(deadline);
+  std::vector<Event> take() override {
+    return inner_ ? inner_->take() : std::vector<Event>();
+  }
+  void sleep(std::optional<Clock::time_point> deadline) override {
+    if (inner_) inner_->sleep(deadline);
     std::unique_lock lock(mutex_);
     if (dying_ && inner_) {
       inner_.reset();
       changed_.notify_all();
     }
-    if (inner_) return events;
+    if (inner_) return;
     changed_.wait(lock, [this] { return woken_; });
     woken_ = false;
-    return {};
   }
   void wake() noexcept override {
     std::lock_guard lock(mutex_);
