@@ -216,6 +216,10 @@ class Operation:
 
     def submit(self, tensors: Sequence[Tensor]) -> Handle:
         """Check what this rank can see alone, and hand the operation to the core."""
+        given = list(tensors)
+        return Handle(self, self._start(given, wait=False), given)
+
+    def _start(self, tensors: list[Tensor], wait: bool) -> _C.Handle:
         what = self.function or self.label
         if self.name is not None and not isinstance(self.name, str):
             raise TypeError(f"{what}: name must be a str or None, not {self.name!r}")
@@ -223,12 +227,11 @@ class Operation:
         for tensor in tensors:
             check_tensor(tensor, what, self.in_place)
         self._check_factors(tensors, what)
-        given = list(tensors)
-        native = _C.submit(
+        return _C.submit(
             self.kind,
             f"{self.label}.{self.name}" if self.name else "",
             self.label,
-            given,
+            tensors,
             self.grouped,
             self.in_place,
             self.reduce_op,
@@ -237,8 +240,8 @@ class Operation:
             self.root,
             self.splits,
             self.process_set.process_set_id or 0,
+            wait,
         )
-        return Handle(self, native, given)
 
     def _check_factors(self, tensors: Sequence[Tensor], what: str) -> None:
         for argument, value in (("prescale", self.prescale), ("postscale", self.postscale)):
@@ -258,7 +261,8 @@ class Operation:
 
     def run_detached(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """`run`, unseen by autograd."""
-        results = synchronize(self.submit(tensors))
+        given = list(tensors)
+        results = self.result(self._start(given, wait=True), given)
         return list(results) if isinstance(results, tuple) else [results]
 
     def result(self, native: _C.Handle, tensors: list[Tensor]) -> Any:

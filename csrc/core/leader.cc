@@ -18,11 +18,13 @@
 namespace hvdtorch {
 namespace {
 
-// Longer than ranks that run alike are apart, and than a peer needs to answer; short beside what a
-// sleep and a wake-up cost when they are not.
-constexpr std::chrono::microseconds kSpin{60};
-// Before that, how long a peer is given to look by itself before its control thread is woken.
-constexpr std::chrono::microseconds kPatience{20};
+// How long a leader looks before it sleeps: longer than ranks that run alike are apart, and than a
+// peer needs to answer; short beside what a sleep and a wake-up cost. First a peer is given a moment
+// to look by itself, then its control thread is woken.
+constexpr std::chrono::microseconds kPatience{20}, kSpin{60};
+// Where that was in vain (the ranks do not run alike, or share a core with something else), so many
+// leaders in a row, twice as many each time, do not try.
+constexpr int kMostSpinsSkipped = 63;
 
 void relax() noexcept {
 #if defined(__x86_64__)
@@ -54,17 +56,24 @@ bool Runtime::lead(Completion& completion, Clock::time_point deadline) {
   channel_->look();
   while (!done() && Clock::now() < deadline && dozed == Channel::Doze::kWoken) {
     auto due = deadline;
+    const bool spins = options_.may_spin && spins_to_skip_ == 0;
     {
       std::lock_guard role(control_mutex_);
       if (left_) break;
-      channel_->hold_bells(bells_held = options_.may_spin);
+      bells_held |= spins;
+      channel_->hold_bells(spins);
       control_step();
       channel_->hold_bells(false);
       due = std::min(due, this->deadline().value_or(due));
     }
-    if (done() || (options_.may_spin && spin(completion, kPatience))) continue;
+    if (done() || (spins && spin(completion, kPatience))) continue;
     ring_bells();
-    if (options_.may_spin && spin(completion, kSpin)) continue;
+    if (spins) {
+      if (spin(completion, kSpin)) continue;
+      spins_to_skip_ = spins_skipped_ = std::min(2 * spins_skipped_ + 1, kMostSpinsSkipped);
+    } else if (spins_to_skip_ > 0) {
+      --spins_to_skip_;
+    }
     if (!std::exchange(roused, true)) completion.set_rouse([this] { channel_->rouse(); });
     dozed = channel_->doze(done, due);
   }
@@ -85,12 +94,15 @@ void Runtime::stop_looking() noexcept {
   if (wake) channel_->wake();
 }
 
-// True if there is something to do. Does not stay where a core is needed for something else.
-bool Runtime::spin(const Completion& completion, std::chrono::microseconds limit) const {
+// True if there is something to do. Does not stay where an executor needs the core.
+bool Runtime::spin(const Completion& completion, std::chrono::microseconds limit) {
   const auto end = Clock::now() + limit;
   do {
     for (int i = 0; i < 20; ++i) {
-      if (completion.done() || channel_->news()) return true;
+      if (completion.done() || channel_->news()) {
+        spins_skipped_ = 0;
+        return true;
+      }
       relax();
     }
   } while (running_ == 0 && Clock::now() < end);

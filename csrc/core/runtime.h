@@ -121,7 +121,7 @@ class Runtime {
   void control_loop();
   bool lead(Completion& completion, Clock::time_point deadline);
   void stop_looking() noexcept;
-  bool spin(const Completion& completion, std::chrono::microseconds limit) const;
+  bool spin(const Completion& completion, std::chrono::microseconds limit);
   void take_submissions();
   void handle(const Channel::Event& event);
   void on_coordinator_lost(const std::string& why);
@@ -172,6 +172,7 @@ class Runtime {
   uint64_t launches_ = 0;   // taken from the log, through the transport
 
   std::atomic<int> running_{0};               // operations with an executor
+  std::atomic<int> spins_to_skip_{0}, spins_skipped_{0};  // see leader.cc
   std::atomic<bool> report_finished_{false};  // somebody waits for launches to finish
   std::atomic<int> control_thread_id_{0};
   std::thread control_thread_;
