@@ -20,7 +20,7 @@ struct RingDamaged : std::runtime_error {
 // All zero is an empty ring. Positions count bytes since the beginning. Each end's word has a cache
 // line of its own.
 struct Ring {
-  static constexpr uint64_t kBytes = 64 << 10;
+  static constexpr uint64_t kBytes = (64 << 10) - 256;  // two, and a bell, in 128 KiB
 
   alignas(64) std::atomic<uint64_t> written;
   alignas(64) std::atomic<uint64_t> read;

@@ -29,7 +29,7 @@ namespace {
 //
 // The two low bits say how it sleeps, the others count how often rouse() was called, so that a
 // sleeper that missed the call finds another word than it expected.
-struct alignas(64) Bell {
+struct alignas(64) Doorbell {
   static constexpr uint32_t kState = 3, kRouse = 4;
   enum State : uint32_t {
     kAwake = 0,    // somebody looks
@@ -50,27 +50,41 @@ long futex(std::atomic<uint32_t>& word, int op, uint32_t value, const timespec* 
   return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), op, value, timeout, nullptr, 0);
 }
 
-struct Pair {
+// A mailbox: how to wake its rank, and the rings between it and rank 0 (which needs none to itself).
+struct Contents {
+  Doorbell bell;
   Ring to_zero, from_zero;
 };
 
+Contents& contents_of(const Mailbox& mailbox) {
+  if (mailbox.memory.size() < sizeof(Contents)) {
+    throw std::invalid_argument("a mailbox is too small");
+  }
+  return *reinterpret_cast<Contents*>(mailbox.memory.data());
+}
+
 class SharedChannel final : public Channel {
  public:
-  SharedChannel(int rank, const std::vector<int>& fds, SharedRings rings)
-      : tcp_(rank, fds), keepalive_(std::move(rings.keepalive)) {
-    const auto me = std::find(rings.ranks.begin(), rings.ranks.end(), rank);
-    if (rings.ranks.empty() || rings.ranks[0] != 0 || me == rings.ranks.end()) {
-      throw std::invalid_argument("rings of a host that rank 0 or this rank is not on");
+  SharedChannel(int rank, const std::vector<int>& fds, const Mailboxes& mailboxes,
+                std::shared_ptr<void> keepalive)
+      : tcp_(rank, fds), keepalive_(std::move(keepalive)) {
+    Contents* own = nullptr;
+    Contents* zero = nullptr;
+    for (const Mailbox& mailbox : mailboxes) {
+      if (mailbox.rank == rank) own = &contents_of(mailbox);
+      if (mailbox.rank == 0) zero = &contents_of(mailbox);
     }
-    auto* bells = reinterpret_cast<Bell*>(rings.memory);
-    auto* pairs = reinterpret_cast<Pair*>(bells + rings.ranks.size());
-    own_ = bells + (me - rings.ranks.begin());
-    for (size_t i = 1; i < rings.ranks.size(); ++i) {
-      Pair& pair = pairs[i - 1];
-      if (rank == 0) {
-        peers_.emplace_back(rings.ranks[i], bells[i], pair.from_zero, pair.to_zero);
-      } else if (rings.ranks[i] == rank) {
-        peers_.emplace_back(0, bells[0], pair.to_zero, pair.from_zero);
+    if (own == nullptr || zero == nullptr) {
+      throw std::invalid_argument("mailboxes of a host that rank 0 or this rank is not on");
+    }
+    own_ = &own->bell;
+    if (rank != 0) {
+      peers_.emplace_back(0, zero->bell, own->to_zero, own->from_zero);
+    } else {
+      for (const Mailbox& mailbox : mailboxes) {
+        if (mailbox.rank == 0) continue;
+        Contents& theirs = contents_of(mailbox);
+        peers_.emplace_back(mailbox.rank, theirs.bell, theirs.from_zero, theirs.to_zero);
       }
     }
     look();  // the control thread is awake
@@ -187,7 +201,7 @@ class SharedChannel final : public Channel {
   }
 
   void rouse() noexcept override {
-    own_->word.fetch_add(Bell::kRouse);
+    own_->word.fetch_add(Doorbell::kRouse);
     futex(own_->word, FUTEX_WAKE, INT_MAX, nullptr);
   }
 
@@ -203,10 +217,10 @@ class SharedChannel final : public Channel {
 
  private:
   struct Peer {
-    Peer(int its_rank, Bell& its_bell, Ring& out_ring, Ring& in_ring)
+    Peer(int its_rank, Doorbell& its_bell, Ring& out_ring, Ring& in_ring)
         : rank(its_rank), bell(its_bell), writer(out_ring), reader(in_ring) {}
     const int rank;
-    Bell& bell;
+    Doorbell& bell;
     RingWriter writer;
     RingReader reader;
     std::string in;   // received, not yet a whole frame
@@ -224,21 +238,21 @@ class SharedChannel final : public Channel {
 
   // Tells the peers how to wake this rank.
   void say() noexcept {
-    own_->set(lookers_ > 0 ? Bell::kAwake : dozing_ ? Bell::kDozing : Bell::kEpoll);
+    own_->set(lookers_ > 0 ? Doorbell::kAwake : dozing_ ? Doorbell::kDozing : Doorbell::kEpoll);
   }
 
   void ring(Peer& peer) {
     std::atomic<uint32_t>& word = peer.bell.word;
     uint32_t old = word.load();
     for (;;) {
-      const uint32_t state = old & Bell::kState;
-      if (state != Bell::kEpoll && state != Bell::kDozing) return;
-      if (state == Bell::kEpoll && hold_bells_) {
+      const uint32_t state = old & Doorbell::kState;
+      if (state != Doorbell::kEpoll && state != Doorbell::kDozing) return;
+      if (state == Doorbell::kEpoll && hold_bells_) {
         peer.unrung = true;
         return;
       }
-      if (!word.compare_exchange_weak(old, old | Bell::kRung)) continue;
-      if (state == Bell::kEpoll) {
+      if (!word.compare_exchange_weak(old, old | Doorbell::kRung)) continue;
+      if (state == Doorbell::kEpoll) {
         tcp_.send(peer.rank, {});
       } else {
         futex(word, FUTEX_WAKE, INT_MAX, nullptr);
@@ -296,7 +310,7 @@ class SharedChannel final : public Channel {
 
   TcpChannel tcp_;
   std::shared_ptr<void> keepalive_;
-  Bell* own_;
+  Doorbell* own_;
   std::deque<Peer> peers_;  // of this host
   std::mutex look_mutex_;
   int lookers_ = 0;      // threads that look at the rings, the control thread included
@@ -308,11 +322,12 @@ class SharedChannel final : public Channel {
 
 }  // namespace
 
-size_t shared_rings_bytes(size_t ranks) { return ranks * sizeof(Bell) + (ranks - 1) * sizeof(Pair); }
+const size_t kMailboxBytes = sizeof(Contents);
 
 std::unique_ptr<Channel> make_shared_channel(int rank, const std::vector<int>& fds,
-                                             SharedRings rings) {
-  return std::make_unique<SharedChannel>(rank, fds, std::move(rings));
+                                             const Mailboxes& mailboxes,
+                                             std::shared_ptr<void> keepalive) {
+  return std::make_unique<SharedChannel>(rank, fds, mailboxes, std::move(keepalive));
 }
 
 }  // namespace hvdtorch

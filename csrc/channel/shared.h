@@ -6,23 +6,26 @@
 
 #include <cstddef>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "channel/channel.h"
 
 namespace hvdtorch {
 
-// What the ranks of rank 0's host map.
-struct SharedRings {
-  std::vector<int> ranks;          // of this host, ascending: 0 and at least one more
-  std::byte* memory = nullptr;     // shared_rings_bytes(ranks.size()), zeroed before anyone began
-  std::shared_ptr<void> keepalive; // keeps it mapped
+// A rank of rank 0's host, and memory for its frames that all of them map: kMailboxBytes that were
+// zero before anyone began, at a 64-byte boundary.
+struct Mailbox {
+  int rank;
+  std::span<std::byte> memory;
 };
+using Mailboxes = std::vector<Mailbox>;
+extern const size_t kMailboxBytes;
 
-size_t shared_rings_bytes(size_t ranks);
-
-// As make_tcp_channel(), for a rank of that host.
+// As make_tcp_channel(), for a rank that `mailboxes` has; rank 0 is among them. `keepalive` keeps
+// them mapped. Throws std::invalid_argument if they are not as said.
 std::unique_ptr<Channel> make_shared_channel(int rank, const std::vector<int>& fds,
-                                             SharedRings rings);
+                                             const Mailboxes& mailboxes,
+                                             std::shared_ptr<void> keepalive);
 
 }  // namespace hvdtorch

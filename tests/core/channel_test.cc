@@ -18,7 +18,6 @@
 #include <thread>
 
 #include "channel/local.h"
-#include "channel/shared.h"
 #include "channel/tcp.h"
 #include "check.h"
 #include "rings.h"
@@ -93,10 +92,10 @@ Channels over(Sockets (*pair)(), int size = 2, const Make& make = make_tcp_chann
 }
 
 // Ranks 0 to `local` - 1 are on one host.
-Channels over_rings(int size, int local) {
-  const SharedRings rings = make_rings(local);
+Channels over_mailboxes(int size, int local) {
+  const Rings rings = make_rings(local);
   return over(unix_pair, size, [&](int rank, const std::vector<int>& fds) {
-    return rank < local ? make_shared_channel(rank, fds, rings) : make_tcp_channel(rank, fds);
+    return rank < local ? over_rings(rank, fds, rings) : make_tcp_channel(rank, fds);
   });
 }
 
@@ -109,8 +108,8 @@ const std::vector<Kindred>& sockets() {
       {"unix", [](int size) { return over(unix_pair, size); }},
       {"tiny", [](int size) { return over(tiny_pair, size); }},
       {"tcp", [](int size) { return over(tcp_pair, size); }},
-      {"rings", [](int size) { return over_rings(size, size); }},
-      {"rings and sockets", [](int size) { return over_rings(size, std::max(2, size - 1)); }},
+      {"rings", [](int size) { return over_mailboxes(size, size); }},
+      {"rings and sockets", [](int size) { return over_mailboxes(size, std::max(2, size - 1)); }},
   };
   return all;
 }

@@ -3,29 +3,33 @@
 
 #include <sys/mman.h>
 
-#include <numeric>
-
 #include "channel/shared.h"
 #include "check.h"
 
 namespace hvdtorch::test {
 
-// Zeroed pages that a forked child shares, unmapped with the last copy.
-inline std::shared_ptr<std::byte> shared_pages(size_t bytes) {
-  void* pages = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  check(pages != MAP_FAILED);
-  return {static_cast<std::byte*>(pages), [bytes](std::byte* p) { munmap(p, bytes); }};
-}
+struct Rings {
+  Mailboxes mailboxes;
+  std::shared_ptr<std::byte> pages;
+};
 
 // Of a host that has ranks 0 to `ranks` - 1.
-inline SharedRings make_rings(int ranks) {
-  SharedRings rings;
-  rings.ranks.resize(static_cast<size_t>(ranks));
-  std::iota(rings.ranks.begin(), rings.ranks.end(), 0);
-  const auto pages = shared_pages(shared_rings_bytes(rings.ranks.size()));
-  rings.memory = pages.get();
-  rings.keepalive = pages;
+inline Rings make_rings(int ranks) {
+  const size_t bytes = kMailboxBytes * static_cast<size_t>(ranks);
+  void* pages = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  check(pages != MAP_FAILED);
+  Rings rings;
+  rings.pages = {static_cast<std::byte*>(pages), [bytes](std::byte* p) { munmap(p, bytes); }};
+  for (int rank = 0; rank < ranks; ++rank) {
+    std::byte* memory = rings.pages.get() + static_cast<size_t>(rank) * kMailboxBytes;
+    rings.mailboxes.push_back({rank, {memory, kMailboxBytes}});
+  }
   return rings;
+}
+
+inline std::unique_ptr<Channel> over_rings(int rank, const std::vector<int>& fds,
+                                           const Rings& rings) {
+  return make_shared_channel(rank, fds, rings.mailboxes, rings.pages);
 }
 
 }  // namespace hvdtorch::test

@@ -139,14 +139,15 @@ std::array<int, 2> socket_pair() {
 struct Two {
   Two() : rings(make_rings(2)) {
     const auto fds = socket_pair();
-    ranks[0] = make_shared_channel(0, {-1, fds[0]}, rings);
-    ranks[1] = make_shared_channel(1, {fds[1]}, rings);
+    ranks[0] = over_rings(0, {-1, fds[0]}, rings);
+    ranks[1] = over_rings(1, {fds[1]}, rings);
   }
-  // To and from rank 0. (What precedes the rings are two bells of 64 bytes.)
+  // To and from rank 0. (What precedes them in rank 1's mailbox is a bell of 64 bytes.)
   Ring& ring(int index) {
-    return *reinterpret_cast<Ring*>(rings.memory + 128 + index * sizeof(Ring));
+    std::byte* memory = rings.mailboxes[1].memory.data();
+    return *reinterpret_cast<Ring*>(memory + 64 + index * sizeof(Ring));
   }
-  SharedRings rings;
+  Rings rings;
   std::array<std::unique_ptr<Channel>, 2> ranks;
 };
 
@@ -214,24 +215,28 @@ const Case bad_length("an impossible length is a lost peer", [] {
   check_lost(receive(*two.ranks[1]), 0, "connection closed");
 });
 
-const Case wrong_host("rings are for the ranks of rank 0's host", [] {
-  for (const std::vector<int>& ranks : {std::vector<int>{}, {1, 2}, {0, 2}}) {
-    SharedRings rings = make_rings(2);
-    rings.ranks = ranks;
+const Case wrong_host("mailboxes are those of rank 0's host, and large enough", [] {
+  const Rings rings = make_rings(2);
+  const auto refused = [](const Mailboxes& mailboxes) {
     const auto fds = socket_pair();
-    check_throws<std::invalid_argument>([&] { make_shared_channel(1, {fds[0]}, rings); });
+    check_throws<std::invalid_argument>(
+        [&] { make_shared_channel(1, {fds[0]}, mailboxes, nullptr); });
     close(fds[1]);
-  }
+  };
+  refused({});
+  refused({rings.mailboxes[0]});
+  refused({rings.mailboxes[1]});
+  refused({rings.mailboxes[0], {1, rings.mailboxes[1].memory.first(kMailboxBytes - 1)}});
 });
 
 const Case killed("a killed process is noticed after what it said, with its ring full", [] {
-  const SharedRings rings = make_rings(2);
+  const Rings rings = make_rings(2);
   const auto fds = socket_pair();
   const std::string frame(3 * Ring::kBytes, 'y');
   const pid_t child = fork();
   if (child == 0) {
     close(fds[0]);
-    const auto channel = make_shared_channel(1, {fds[1]}, rings);
+    const auto channel = over_rings(1, {fds[1]}, rings);
     channel->send(0, "hello");
     channel->send(0, frame);  // the rest of it waits for room
     for (;;) {
@@ -244,7 +249,7 @@ const Case killed("a killed process is noticed after what it said, with its ring
   }
   check(child > 0);
   close(fds[1]);
-  const auto channel = make_shared_channel(0, {-1, fds[0]}, rings);
+  const auto channel = over_rings(0, {-1, fds[0]}, rings);
   check_frame(receive(*channel), "hello");
   check_frame(receive(*channel), frame);
   for (int i = 0; i < rounds(500); ++i) {

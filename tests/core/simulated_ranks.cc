@@ -17,9 +17,9 @@ namespace hvdtorch::test {
 
 std::vector<std::unique_ptr<Channel>> make_channels(Wire wire, int size) {
   if (wire == Wire::kLocal || size == 1) return make_local_channels(size);
-  const SharedRings rings = make_rings(size);
+  const Rings rings = make_rings(size);
   const auto make = [&](int rank, const std::vector<int>& fds) {
-    return wire == Wire::kRings ? make_shared_channel(rank, fds, rings)
+    return wire == Wire::kRings ? over_rings(rank, fds, rings)
                                 : make_tcp_channel(rank, fds);
   };
   std::vector<std::unique_ptr<Channel>> channels(size);
