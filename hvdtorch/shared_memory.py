@@ -38,7 +38,7 @@ class Shared:
 def share_memory(
     store: dist.Store, rank: int, host_of: Sequence[int], hosts: Sequence[str], deadline: float
 ) -> Shared:
-    """Called by all ranks at once. `host_of`: by rank, the number of its host; `hosts`: their names.
+    """Called by all ranks at once. `host_of`: by rank, its host's number; `hosts`: their names.
 
     `deadline` by time.monotonic(). Raises TimeoutError if a rank says nothing until then.
     """
@@ -101,7 +101,7 @@ def _failed(
             failed.append(host_of[ranks[0]])
             logger.warning(
                 "the ranks of host %s exchange data through sockets, which is slower, because rank "
-                "%d cannot share memory with them: %s",
+                "%s cannot share memory with them: %s",
                 hosts[ranks[0]],
                 *told[0],
             )

@@ -5,10 +5,13 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
 #include <fstream>
+#include <limits>
+#include <optional>
 
 namespace hvdtorch {
 namespace {
@@ -17,15 +20,33 @@ namespace {
   throw SharedMemoryError(what + ": " + step + " failed: " + std::strerror(errno));
 }
 
-// What the system says it could hand out, in bytes. Asking for more would not fail: it would call
-// for the kernel to kill processes.
-size_t available_memory() {
-  std::ifstream meminfo("/proc/meminfo");
-  std::string line;
-  while (std::getline(meminfo, line)) {
-    if (line.rfind("MemAvailable:", 0) == 0) return std::stoull(line.substr(13)) * 1024;
+// The number that follows `name` in a file of lines of names and numbers; of a file that is one
+// number, with the name "". None if there is no such number ("max" is none).
+std::optional<uint64_t> number_in(const char* file, const std::string& name) {
+  std::ifstream lines(file);
+  std::string word;
+  while (name.empty() || lines >> word) {
+    if (uint64_t number = 0; word == name && lines >> number) return number;
+    if (name.empty()) break;
+    lines.ignore(std::numeric_limits<std::streamsize>::max(), '\n');
   }
-  return SIZE_MAX;
+  return std::nullopt;
+}
+
+// What could be had, in bytes. Asking for more would not fail: it would call for the kernel to kill
+// processes. In a container the limit of its cgroup counts, less what is in use and not just a
+// cache of files.
+uint64_t available_memory() {
+  uint64_t available = UINT64_MAX;
+  if (const auto kib = number_in("/proc/meminfo", "MemAvailable:")) available = *kib * 1024;
+  const auto limit = number_in("/sys/fs/cgroup/memory.max", "");
+  const auto used = number_in("/sys/fs/cgroup/memory.current", "");
+  const auto files = number_in("/sys/fs/cgroup/memory.stat", "inactive_file");
+  if (limit && used && files) {
+    const uint64_t kept = *used - std::min(*used, *files);
+    available = std::min(available, *limit - std::min(*limit, kept));
+  }
+  return available;
 }
 
 }  // namespace
@@ -42,7 +63,7 @@ Segment::Segment(int fd, size_t bytes, const std::string& what) : fd_(fd), size_
 }
 
 std::unique_ptr<Segment> Segment::create(size_t bytes, const std::string& what) {
-  const size_t available = available_memory();
+  const uint64_t available = available_memory();
   if (bytes > available) {
     throw SharedMemoryError(what + ": " + std::to_string(bytes) + " bytes are needed, " +
                             std::to_string(available) + " are available");
