@@ -123,7 +123,8 @@ class Handle:
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of what `synchronize` returns; asking for it does not use the handle up.
 
-        Callbacks added to it run on a thread of the runtime and must not wait for other operations.
+        Callbacks added to it run on a thread of the runtime, or on one that waits for an operation,
+        and must not wait for other operations.
         Raises ValueError if the handle was already synchronized.
         """
         if self._future is not None:

@@ -58,7 +58,7 @@ struct Contents {
 
 Contents& contents_of(const Mailbox& mailbox) {
   if (mailbox.memory.size() < sizeof(Contents)) {
-    throw std::invalid_argument("a mailbox is too small");
+    throw std::logic_error("a mailbox is too small");
   }
   return *reinterpret_cast<Contents*>(mailbox.memory.data());
 }
@@ -75,7 +75,7 @@ class SharedChannel final : public Channel {
       if (mailbox.rank == 0) zero = &contents_of(mailbox);
     }
     if (own == nullptr || zero == nullptr) {
-      throw std::invalid_argument("mailboxes of a host that rank 0 or this rank is not on");
+      throw std::logic_error("mailboxes of a host that rank 0 or this rank is not on");
     }
     own_ = &own->bell;
     if (rank != 0) {

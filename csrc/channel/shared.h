@@ -23,7 +23,7 @@ using Mailboxes = std::vector<Mailbox>;
 extern const size_t kMailboxBytes;
 
 // As make_tcp_channel(), for a rank that `mailboxes` has; rank 0 is among them. `keepalive` keeps
-// them mapped. Throws std::invalid_argument if they are not as said.
+// them mapped. Throws std::logic_error if they are not as said.
 std::unique_ptr<Channel> make_shared_channel(int rank, const std::vector<int>& fds,
                                              const Mailboxes& mailboxes,
                                              std::shared_ptr<void> keepalive);

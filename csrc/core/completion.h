@@ -44,6 +44,7 @@ class Completion {
  private:
   static constexpr uint32_t kRunning = 0, kDone = 1;
   std::atomic<uint32_t> state_{kRunning};
+  std::atomic<int> waiters_{0};  // in wait()
   std::mutex mutex_;  // guards the rest until done
   int remaining_;
   std::string error_;

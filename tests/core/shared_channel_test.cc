@@ -219,7 +219,7 @@ const Case wrong_host("mailboxes are those of rank 0's host, and large enough", 
   const Rings rings = make_rings(2);
   const auto refused = [](const Mailboxes& mailboxes) {
     const auto fds = socket_pair();
-    check_throws<std::invalid_argument>(
+    check_throws<std::logic_error>(
         [&] { make_shared_channel(1, {fds[0]}, mailboxes, nullptr); });
     close(fds[1]);
   };
