@@ -245,6 +245,8 @@ class Operation:
         )
 
     def _check_factors(self, tensors: Sequence[Tensor], what: str) -> None:
+        if math.isfinite(self.prescale) and math.isfinite(self.postscale):
+            return
         for argument, value in (("prescale", self.prescale), ("postscale", self.postscale)):
             if not math.isfinite(value) and any(t.dtype in _INTEGERS for t in tensors):
                 raise ValueError(
