@@ -49,6 +49,7 @@ def submit(
     root: int,  # broadcast: rank within the process set
     splits: list[int] | None,  # alltoall
     process_set: int,  # id, 0 = global
+    wait: bool = False,  # for its end, as Handle.wait(): the thread can then do more of the work
 ) -> Handle:
     """Submit one operation. Raises ValueError for what this rank alone can see is wrong (duplicate
     name in flight, unsupported dtype or device, ...), HorovodInternalError when the job is down."""

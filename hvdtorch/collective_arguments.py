@@ -38,16 +38,18 @@ def reduce_op(op: int | None, average: bool | None, what: str = "allreduce") -> 
 
 def checked_op(op: int, what: str, refused: Sequence[int] = ()) -> int:
     """`op`, if it is one of the ops and not `refused`."""
+    if isinstance(op, int) and op in _OPS and op not in refused:
+        return op
     legal = ", ".join(name for value, name in _OPS.items() if value not in refused)
     if not isinstance(op, int):
         raise TypeError(f"{what}: op must be one of hvd.{legal}, not {op!r}")
-    if op not in _OPS or op in refused:
-        raise HorovodInternalError(f"{what}: op={_OPS.get(op, op)} is none of hvd.{legal}")
-    return op
+    raise HorovodInternalError(f"{what}: op={_OPS.get(op, op)} is none of hvd.{legal}")
 
 
 def factor(value: object, argument: str, what: str) -> float:
     """A prescale or postscale factor: whatever `float()` takes, but texts."""
+    if type(value) is float:
+        return value
     try:
         if not isinstance(value, str | bytes | bytearray):
             return float(value)  # type: ignore[arg-type]

@@ -123,7 +123,8 @@ class Handle:
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of what `synchronize` returns; asking for it does not use the handle up.
 
-        Callbacks added to it run on a thread of the runtime and must not wait for other operations.
+        Callbacks added to it run on a thread of the runtime, or on one that waits for an operation,
+        and must not wait for other operations.
         Raises ValueError if the handle was already synchronized.
         """
         if self._future is not None:
@@ -216,6 +217,10 @@ class Operation:
 
     def submit(self, tensors: Sequence[Tensor]) -> Handle:
         """Check what this rank can see alone, and hand the operation to the core."""
+        given = list(tensors)
+        return Handle(self, self._start(given, wait=False), given)
+
+    def _start(self, tensors: list[Tensor], wait: bool) -> _C.Handle:
         what = self.function or self.label
         if self.name is not None and not isinstance(self.name, str):
             raise TypeError(f"{what}: name must be a str or None, not {self.name!r}")
@@ -223,12 +228,11 @@ class Operation:
         for tensor in tensors:
             check_tensor(tensor, what, self.in_place)
         self._check_factors(tensors, what)
-        given = list(tensors)
-        native = _C.submit(
+        return _C.submit(
             self.kind,
             f"{self.label}.{self.name}" if self.name else "",
             self.label,
-            given,
+            tensors,
             self.grouped,
             self.in_place,
             self.reduce_op,
@@ -237,10 +241,12 @@ class Operation:
             self.root,
             self.splits,
             self.process_set.process_set_id or 0,
+            wait,
         )
-        return Handle(self, native, given)
 
     def _check_factors(self, tensors: Sequence[Tensor], what: str) -> None:
+        if math.isfinite(self.prescale) and math.isfinite(self.postscale):
+            return
         for argument, value in (("prescale", self.prescale), ("postscale", self.postscale)):
             if not math.isfinite(value) and any(t.dtype in _INTEGERS for t in tensors):
                 raise ValueError(
@@ -258,7 +264,8 @@ class Operation:
 
     def run_detached(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """`run`, unseen by autograd."""
-        results = synchronize(self.submit(tensors))
+        given = list(tensors)
+        results = self.result(self._start(given, wait=True), given)
         return list(results) if isinstance(results, tuple) else [results]
 
     def result(self, native: _C.Handle, tensors: list[Tensor]) -> Any:

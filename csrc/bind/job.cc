@@ -47,7 +47,7 @@ void Job::start(RuntimeOptions options, std::unique_ptr<Channel> channel,
   unnamed_.clear();
   joins_ = 0;
   arena_ = options.arena;
-  runtime_ = std::make_unique<Runtime>(std::move(options), std::move(channel), std::move(factory));
+  runtime_ = std::make_shared<Runtime>(std::move(options), std::move(channel), std::move(factory));
   live_runtime = runtime_.get();
 }
 
@@ -176,7 +176,7 @@ Submitted Job::submit(Request request) {
     }
     submitted.operations.push_back(std::move(operation));
   }
-  runtime.submit(submitted.operations);
+  runtime.submit(submitted.operations, request.waits);
   return submitted;
 }
 

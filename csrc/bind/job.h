@@ -37,6 +37,7 @@ struct Request {
   std::vector<int64_t> splits;
   uint32_t process_set = 0;
   std::string site;
+  bool waits = false;  // see Runtime::submit()
 };
 
 class Job {
@@ -47,6 +48,8 @@ class Job {
   void stop(const std::string& reason);
   bool running() const noexcept;
   Runtime& runtime();  // InternalError unless running
+  // The same for a thread that may wait in it while another stops it; null unless running.
+  std::shared_ptr<Runtime> shared_runtime() const { return running() ? runtime_ : nullptr; }
 
   // Throws std::invalid_argument for what this rank alone can see is wrong.
   Submitted submit(Request request);
@@ -64,7 +67,7 @@ class Job {
   OpDesc describe(const Request& request, const at::Tensor* tensor) const;
   void check(const OpDesc& desc, const Request& request, int size) const;
 
-  std::unique_ptr<Runtime> runtime_;
+  std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<SharedArena> arena_;
   int rank_ = 0;
   uint64_t joins_ = 0;

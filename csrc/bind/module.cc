@@ -13,6 +13,7 @@
 #include "bind/job.h"
 #include "bind/site.h"
 #include "channel/local.h"
+#include "channel/shared.h"
 #include "channel/tcp.h"
 #include "core/log.h"
 #include "core/thread.h"
@@ -49,8 +50,15 @@ class Handle {
       if (!submitted_.completion->done()) {
         const CountedAsWaiting counted;
         const auto slice = Clock::now() + std::chrono::seconds(1);
+        const auto until = deadline && *deadline < slice ? *deadline : slice;
+        std::shared_ptr<Runtime> runtime = Job::instance().shared_runtime();
         py::gil_scoped_release no_gil;
-        submitted_.completion->wait(deadline && *deadline < slice ? *deadline : slice);
+        if (runtime) {
+          runtime->wait(*submitted_.completion, until);
+        } else {
+          submitted_.completion->wait(until);
+        }
+        runtime.reset();
       }
       if (submitted_.completion->done()) break;
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -99,7 +107,8 @@ class Handle {
 
 Handle submit(int kind, std::string name, std::string label, std::vector<at::Tensor> tensors,
               bool grouped, bool in_place, int reduce_op, double prescale, double postscale,
-              int32_t root, std::optional<std::vector<int64_t>> splits, uint32_t process_set) {
+              int32_t root, std::optional<std::vector<int64_t>> splits, uint32_t process_set,
+              bool wait) {
   if (kind < 0 || kind >= kNumOpKinds) throw std::invalid_argument("unknown operation kind");
   if (reduce_op < 0 || reduce_op >= kNumReduceOps) {
     throw std::invalid_argument("unknown reduce op " + std::to_string(reduce_op));
@@ -118,12 +127,29 @@ Handle submit(int kind, std::string name, std::string label, std::vector<at::Ten
   if (splits) request.splits = std::move(*splits);
   request.process_set = process_set;
   request.site = current_site();
-  return Handle(Job::instance().submit(std::move(request)));
+  request.waits = wait && !on_runtime_thread();
+  Handle handle(Job::instance().submit(std::move(request)));
+  if (wait) handle.wait(std::nullopt);
+  return handle;
 }
 
 std::string directory_of(const char* module) {
   const auto file = py::module_::import(module).attr("__file__").cast<std::string>();
   return file.substr(0, file.rfind('/') + 1);
+}
+
+// Through shared memory where this rank has any in common with rank 0.
+std::unique_ptr<Channel> make_channel(const Topology& topology, const std::vector<int>& fds) {
+  const auto& group_of = topology.group_of;
+  const int own = group_of[static_cast<size_t>(topology.rank)];
+  if (!topology.group || own != group_of[0]) return make_tcp_channel(topology.rank, fds);
+  Mailboxes mailboxes;
+  for (size_t rank = 0; rank < group_of.size(); ++rank) {
+    if (group_of[rank] != own) continue;
+    const auto index = static_cast<int>(mailboxes.size());
+    mailboxes.push_back({static_cast<int>(rank), topology.group->mailbox(index)});
+  }
+  return make_shared_channel(topology.rank, fds, mailboxes, topology.group);
 }
 
 void start(int rank, int size, std::vector<std::string> hosts, std::vector<int> fds,
@@ -149,6 +175,7 @@ void start(int rank, int size, std::vector<std::string> hosts, std::vector<int> 
   options.inline_limit = setting("inline_limit", int64_t{});
   options.lone_inline_limit = setting("lone_inline_limit", int64_t{});
   options.core = setting("core", int{});
+  options.may_spin = setting("spin", bool{});
   options.stall_warn_after = milliseconds("stall_warn_after");
   options.stall_stop_after = milliseconds("stall_stop_after");
   configure_log(static_cast<LogLevel>(setting("log_level", int{})),
@@ -158,14 +185,14 @@ void start(int rank, int size, std::vector<std::string> hosts, std::vector<int> 
   if (size == 1) {
     channel = std::move(make_local_channels(1).front());
   } else {
-    channel = make_tcp_channel(rank, fds);
+    channel = make_channel(topology, fds);
   }
   if (!link.is_none()) {
     auto* backend = link.cast<c10d::Backend*>();
     topology.network = make_gloo_link(c10::intrusive_ptr<c10d::Backend>::reclaim_copy(backend));
   }
   SharedMemoryOptions shared;
-  shared.spin.cores_suffice = setting("spin", bool{});
+  shared.spin.cores_suffice = options.may_spin;
   if (const auto limit = milliseconds("operation_timeout"); limit.count() > 0) shared.limit = limit;
   if (topology.group) options.arena = topology.group->shared_arena();
   Job::instance().start(std::move(options), std::move(channel),
@@ -234,7 +261,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("submit", &submit, py::arg("kind"), py::arg("name"), py::arg("label"), py::arg("tensors"),
         py::arg("grouped"), py::arg("in_place"), py::arg("reduce_op"), py::arg("prescale"),
-        py::arg("postscale"), py::arg("root"), py::arg("splits"), py::arg("process_set"));
+        py::arg("postscale"), py::arg("root"), py::arg("splits"), py::arg("process_set"),
+        py::arg("wait") = false);
   // How the ranks of one host share memory: see hvdtorch/shared_memory.py.
   py::class_<HostGroup, std::shared_ptr<HostGroup>>(m, "HostGroup")
       .def_static("create", &HostGroup::create, py::arg("size"))

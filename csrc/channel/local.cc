@@ -25,7 +25,7 @@ class LocalHub {
     boxes_[rank].arrived.notify_one();
   }
 
-  std::vector<Channel::Event> wait(int rank, std::optional<Channel::Clock::time_point> deadline) {
+  void sleep(int rank, std::optional<Channel::Clock::time_point> deadline) {
     std::unique_lock lock(mutex_);
     Box& box = boxes_[rank];
     const auto due = [&box] { return box.woken || !box.events.empty(); };
@@ -35,7 +35,11 @@ class LocalHub {
       box.arrived.wait(lock, due);
     }
     box.woken = false;
-    return std::exchange(box.events, {});
+  }
+
+  std::vector<Channel::Event> take(int rank) {
+    std::lock_guard lock(mutex_);
+    return std::exchange(boxes_[rank].events, {});
   }
 
   void close(int rank) {
@@ -69,9 +73,8 @@ class LocalChannel final : public Channel {
   void send(int rank, std::string_view frame) override {
     hub_->post(rank, {Event::Kind::kFrame, rank_, std::string(frame)});
   }
-  std::vector<Event> wait(std::optional<Clock::time_point> deadline) override {
-    return hub_->wait(rank_, deadline);
-  }
+  std::vector<Event> take() override { return hub_->take(rank_); }
+  void sleep(std::optional<Clock::time_point> deadline) override { hub_->sleep(rank_, deadline); }
   void wake() noexcept override { hub_->wake(rank_); }
   void close(std::chrono::milliseconds) noexcept override { hub_->close(rank_); }
   void abandon_in_child() noexcept override {}

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <climits>
 #include <ctime>
+#include <utility>
 
 namespace hvdtorch {
 namespace {
@@ -19,7 +20,14 @@ long futex(std::atomic<uint32_t>* word, int op, uint32_t value, const timespec* 
 }  // namespace
 
 Completion::WaitResult Completion::wait(std::optional<Clock::time_point> deadline) noexcept {
-  while (!done()) {
+  // Told before the last look at the state, so that whoever changes it knows whom to wake.
+  struct Counted {
+    explicit Counted(std::atomic<int>& count) noexcept : waiters(count) { ++waiters; }
+    ~Counted() { --waiters; }
+    std::atomic<int>& waiters;
+  };
+  const Counted counted(waiters_);
+  while (state_.load() == kRunning) {
     timespec span{};
     if (deadline) {
       const auto left = *deadline - Clock::now();
@@ -43,10 +51,16 @@ void Completion::member_done(const std::string& error) {
     if (error_.empty()) error_ = error;
     if (--remaining_ > 0) return;
     callbacks.swap(callbacks_);
-    state_.store(kDone, std::memory_order_release);
-    futex(&state_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr);
+    state_.store(kDone);
+    if (waiters_ > 0) futex(&state_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr);
+    if (rouse_) rouse_();
   }
   for (auto& callback : callbacks) callback();
+}
+
+void Completion::set_rouse(std::function<void()> rouse) {
+  std::lock_guard lock(mutex_);
+  rouse_ = std::move(rouse);
 }
 
 void Completion::add_callback(std::function<void()> callback) {

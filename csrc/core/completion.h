@@ -34,15 +34,21 @@ class Completion {
   // Empty on success. Valid once done().
   const std::string& error() const noexcept { return error_; }
 
+  // Until the next call, completion also calls this (any thread, quick): for a waiter that sleeps
+  // elsewhere than in wait(). Null: nothing.
+  void set_rouse(std::function<void()> rouse);
+
   // Runs when complete, on the completing thread; at once, on this one, if it already is.
   void add_callback(std::function<void()> callback);
 
  private:
   static constexpr uint32_t kRunning = 0, kDone = 1;
   std::atomic<uint32_t> state_{kRunning};
+  std::atomic<int> waiters_{0};  // in wait()
   std::mutex mutex_;  // guards the rest until done
   int remaining_;
   std::string error_;
+  std::function<void()> rouse_;
   std::vector<std::function<void()>> callbacks_;
 };
 

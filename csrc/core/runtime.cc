@@ -48,7 +48,7 @@ Runtime::Runtime(RuntimeOptions options, std::unique_ptr<Channel> channel,
 
 Runtime::~Runtime() { stop(""); }
 
-void Runtime::submit(std::vector<std::shared_ptr<Operation>> operations) {
+void Runtime::submit(std::vector<std::shared_ptr<Operation>> operations, bool waits) {
   std::lock_guard lock(mutex_);
   if (stopping_) throw InternalError("hvd.shutdown() was called: call hvd.init() first");
   if (down_) throw InternalError("this job cannot run collectives any more: " + *down_);
@@ -70,7 +70,7 @@ void Runtime::submit(std::vector<std::shared_ptr<Operation>> operations) {
   submitted_.insert(submitted_.end(), std::make_move_iterator(operations.begin()),
                     std::make_move_iterator(operations.end()));
   stats_.operations.fetch_add(operations.size(), std::memory_order_relaxed);
-  if (first) channel_->wake();
+  if (first && !waits) channel_->wake();
 }
 
 int Runtime::set_size(uint32_t process_set) const {
@@ -126,26 +126,30 @@ std::vector<int> Runtime::thread_ids() const {
 
 void Runtime::control_loop() {
   control_thread_id_ = enter_runtime_thread("hvd-control", options_.core);
-  for (;;) {
-    try {
-      control_step();
-    } catch (const std::exception& error) {
-      // Not a peer's doing, which is handled where it is read: out of memory, or a defect.
-      const std::string what = std::string("the control thread failed: ") + error.what();
-      if (coordinator_) append({Down{coordinator_->describe(0) + ": " + what, true, false}});
-      apply_down(Down{what, true, false});
-    }
+  std::optional<Clock::time_point> until;
+  do {
+    channel_->sleep(until);
+    std::lock_guard role(control_mutex_);
+    control_step();
+    until = sleeping_until_ = deadline();
     std::lock_guard lock(mutex_);
-    if (stopping_) break;
-  }
+    left_ = stopping_;
+  } while (!left_);
   leave();
 }
 
-void Runtime::control_step() {
-  const auto events = channel_->wait(deadline());
-  take_submissions();
-  for (const auto& event : events) handle(event);
-  if (coordinator_) run_coordinator();
+void Runtime::control_step() noexcept {
+  try {
+    const auto events = channel_->take();
+    take_submissions();
+    for (const auto& event : events) handle(event);
+    if (coordinator_) run_coordinator();
+  } catch (const std::exception& error) {
+    // Not a peer's doing, which is handled where it is read: out of memory, or a defect.
+    const std::string what = std::string("the control thread failed: ") + error.what();
+    if (coordinator_) append({Down{coordinator_->describe(0) + ": " + what, true, false}});
+    apply_down(Down{what, true, false});
+  }
 }
 
 std::optional<Runtime::Clock::time_point> Runtime::deadline() const {
@@ -322,6 +326,7 @@ void Runtime::apply_launch(Launch launch) {
     for (int rank : launch.absent) lowest += rank == lowest;
     work.reported = set.index == lowest;
     work.launch = std::move(launch);
+    running_ += static_cast<int>(work.operations.size());
     set.executor->submit(std::move(work));
     return;
   }
@@ -364,6 +369,7 @@ void Runtime::open_set(uint32_t id, std::vector<int> ranks) {
     set.index = static_cast<int>(it - set.ranks.begin());
     Executor::Hooks hooks;
     hooks.complete = [this](const auto& op, const auto& error) {
+      --running_;
       complete(op, error.empty() ? error : failure_text(op->desc->name, error));
     };
     hooks.await_cause = [this](const std::string& text) { return await_cause(text); };

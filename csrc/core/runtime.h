@@ -2,8 +2,9 @@
 // of its process sets and, on rank 0, the coordinator. It routes what they say to each other and
 // holds no algorithm of its own.
 //
-// Threads: any thread submits; the control thread talks to the other ranks; the executors' threads
-// move data. `mutex_` guards what they share: process sets, operations in flight, the job's state.
+// Threads: any thread submits; the control thread, or a thread that waits (Note [Leader] in
+// leader.cc), talks to the other ranks; the executors' threads move data. `mutex_` guards what they
+// share: process sets, operations in flight, the job's state.
 #pragma once
 
 #include <atomic>
@@ -45,6 +46,7 @@ struct RuntimeOptions {
   int64_t inline_limit = 1024;
   int64_t lone_inline_limit = 0;  // where it is larger: for an operation with nothing beside it
   int core = -1;                  // for both threads; -1: any
+  bool may_spin = false;          // there is a core for every rank of this host
   // Where the memory that collectives work in is taken from.
   std::shared_ptr<SharedArena> arena = std::make_shared<SharedArena>(nullptr);
   // How long a failed transfer waits for its cause to be known before it is reported as it is.
@@ -74,7 +76,12 @@ class Runtime {
   // Submits one operation, or all members of a group at once. Throws DuplicateName if a name is in
   // flight on this rank, std::invalid_argument if this rank is not in the process set or there is
   // none, InternalError if the job is down; then nothing was submitted.
-  void submit(std::vector<std::shared_ptr<Operation>> operations);
+  // `waits`: the caller calls wait() for one of them at once, come what may, which tells the others.
+  void submit(std::vector<std::shared_ptr<Operation>> operations, bool waits = false);
+
+  // Waits for operations of this runtime: as Completion::wait(), and this thread does the control
+  // thread's work meanwhile.
+  Completion::WaitResult wait(Completion& completion, Completion::Clock::time_point deadline);
 
   // How many ranks a process set has. std::invalid_argument if there is no such set.
   int set_size(uint32_t process_set) const;
@@ -110,11 +117,14 @@ class Runtime {
   };
 
   void control_loop();
+  bool lead(Completion& completion, Clock::time_point deadline);
+  void stop_looking() noexcept;
+  bool spin(const Completion& completion, std::chrono::microseconds limit);
   void take_submissions();
   void handle(const Channel::Event& event);
   void on_coordinator_lost(const std::string& why);
   void run_coordinator();
-  void control_step();
+  void control_step() noexcept;
   void append(const std::vector<Entry>& entries);
   void apply(Entry entry);
   void apply_launch(Launch launch);
@@ -137,7 +147,7 @@ class Runtime {
 
   mutable std::mutex mutex_;
   std::condition_variable cause_known_;
-  std::map<uint32_t, Set> sets_;                         // changed by the control thread only
+  std::map<uint32_t, Set> sets_;                         // changed in the control role only
   std::unordered_map<std::string, InFlight> in_flight_;  // by process set and full name
   std::vector<std::shared_ptr<Operation>> submitted_;    // not yet seen by the control thread
   std::optional<double> excuse_;                         // not yet seen by it
@@ -147,7 +157,10 @@ class Runtime {
   bool stopped_ = false;
   std::string stop_reason_;
 
-  // Control thread only.
+  // The control role: whoever holds it steps, and owns what follows.
+  std::mutex control_mutex_;
+  bool left_ = false;  // the control thread has it for good
+  std::optional<Clock::time_point> sleeping_until_;  // the control thread
   SlotWriter statement_slots_;
   LogSlots log_slots_;
   std::optional<Coordinator> coordinator_;          // rank 0
@@ -156,6 +169,8 @@ class Runtime {
   bool log_ended_ = false;  // the coordinator took its leave
   uint64_t launches_ = 0;   // taken from the log, through the transport
 
+  std::atomic<int> running_{0};               // operations with an executor
+  std::atomic<int> spins_to_skip_{0}, spins_skipped_{0};  // see leader.cc
   std::atomic<bool> report_finished_{false};  // somebody waits for launches to finish
   std::atomic<int> control_thread_id_{0};
   std::thread control_thread_;

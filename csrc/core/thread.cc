@@ -7,6 +7,7 @@
 
 #include <csignal>
 #include <cstring>
+#include <utility>
 
 namespace hvdtorch {
 namespace {
@@ -28,6 +29,9 @@ int enter_runtime_thread(const char* name, int core) noexcept {
   }
   return static_cast<int>(syscall(SYS_gettid));
 }
+
+AsRuntimeThread::AsRuntimeThread() noexcept : before_(std::exchange(of_runtime, true)) {}
+AsRuntimeThread::~AsRuntimeThread() { of_runtime = before_; }
 
 static_assert(sizeof(sigset_t) <= 128);
 

@@ -20,6 +20,7 @@
 #include "channel/local.h"
 #include "channel/tcp.h"
 #include "check.h"
+#include "rings.h"
 #include "samples.h"
 #include "thread_watch.h"
 
@@ -76,16 +77,26 @@ Sockets tcp_pair() {
   return {server, client};
 }
 
-Channels over(Sockets (*pair)(), int size = 2) {
+using Make = std::function<std::unique_ptr<Channel>(int rank, const std::vector<int>& fds)>;
+
+Channels over(Sockets (*pair)(), int size = 2, const Make& make = make_tcp_channel) {
   std::vector<int> fds = {-1};
   Channels channels(size);
   for (int rank = 1; rank < size; ++rank) {
     const Sockets ends = pair();
     fds.push_back(ends[0]);
-    channels[rank] = make_tcp_channel(rank, {ends[1]});
+    channels[rank] = make(rank, {ends[1]});
   }
-  channels[0] = make_tcp_channel(0, fds);
+  channels[0] = make(0, fds);
   return channels;
+}
+
+// Ranks 0 to `local` - 1 are on one host.
+Channels over_mailboxes(int size, int local) {
+  const Rings rings = make_rings(local);
+  return over(unix_pair, size, [&](int rank, const std::vector<int>& fds) {
+    return rank < local ? over_rings(rank, fds, rings) : make_tcp_channel(rank, fds);
+  });
 }
 
 struct Kindred {
@@ -97,6 +108,8 @@ const std::vector<Kindred>& sockets() {
       {"unix", [](int size) { return over(unix_pair, size); }},
       {"tiny", [](int size) { return over(tiny_pair, size); }},
       {"tcp", [](int size) { return over(tcp_pair, size); }},
+      {"rings", [](int size) { return over_mailboxes(size, size); }},
+      {"rings and sockets", [](int size) { return over_mailboxes(size, std::max(2, size - 1)); }},
   };
   return all;
 }

@@ -270,12 +270,12 @@ void run_round(SimulatedRanks& job, int rank, std::vector<Step> steps, Random& o
     if (grouped) {
       group.push_back(op);
     } else {
-      job[rank].submit({op});
+      job[rank].submit({op}, &step == &steps.back() && order.one_in(2));
     }
   }
-  if (grouped) job[rank].submit(std::move(group));
+  if (grouped) job[rank].submit(std::move(group), order.one_in(2));
   for (size_t i = 0; i < steps.size(); ++i) {
-    const std::string error = submissions[i].wait();
+    const std::string error = submissions[i].wait(&job[rank]);
     if (grouped && fails) {
       check(error.find("the ranks disagree on") != std::string::npos ||
                 error.find("has joined") != std::string::npos,
@@ -453,7 +453,7 @@ void soak(int size, Wire wire, int seed, int round_count) {
 void soaks(int size, Wire wire, int count, int round_count) {
   const char* text = std::getenv("HVDTORCH_SOAK_SEED");
   const int first = (text == nullptr ? 0 : std::atoi(text)) * 1000 + 100 * size +
-                    (wire == Wire::kSockets ? 50 : 0);
+                    25 * static_cast<int>(wire);
   for (int seed = first + 1; seed <= first + count; ++seed) {
     soak(size, wire, seed, rounds(round_count));
   }
@@ -469,6 +469,11 @@ const Case over_sockets("random programs on 2, 3 and 5 ranks over sockets", [] {
   soaks(2, Wire::kSockets, 6, 200);
   soaks(3, Wire::kSockets, 6, 150);
   soaks(5, Wire::kSockets, 6, 80);
+});
+const Case over_rings("random programs on 2, 3 and 5 ranks over rings in shared memory", [] {
+  soaks(2, Wire::kRings, 12, 200);
+  soaks(3, Wire::kRings, 8, 150);
+  soaks(5, Wire::kRings, 6, 80);
 });
 
 }  // namespace

@@ -10,21 +10,27 @@
 
 #include "channel/local.h"
 #include "channel/tcp.h"
+#include "rings.h"
 #include "transport/sub_link.h"
 
 namespace hvdtorch::test {
 
 std::vector<std::unique_ptr<Channel>> make_channels(Wire wire, int size) {
-  if (wire == Wire::kLocal) return make_local_channels(size);
+  if (wire == Wire::kLocal || size == 1) return make_local_channels(size);
+  const Rings rings = make_rings(size);
+  const auto make = [&](int rank, const std::vector<int>& fds) {
+    return wire == Wire::kRings ? over_rings(rank, fds, rings)
+                                : make_tcp_channel(rank, fds);
+  };
   std::vector<std::unique_ptr<Channel>> channels(size);
   std::vector<int> fds = {-1};
   for (int rank = 1; rank < size; ++rank) {
     int ends[2];
     check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
     fds.push_back(ends[0]);
-    channels[rank] = make_tcp_channel(rank, {ends[1]});
+    channels[rank] = make(rank, {ends[1]});
   }
-  channels[0] = make_tcp_channel(0, fds);
+  channels[0] = make(0, fds);
   return channels;
 }
 
@@ -64,12 +70,15 @@ Submission::Submission(OpDesc desc, std::string input, std::shared_ptr<Completio
   operation_->keepalive = memory_;
 }
 
-std::string Submission::wait() const { return wait_for(*operation_); }
-
-std::string wait_for(const Operation& operation) {
-  const auto result = operation.completion->wait(Completion::Clock::now() + kHang);
-  check(result == Completion::WaitResult::kDone, operation.desc->name + " hangs");
-  return operation.completion->error();
+std::string Submission::wait(Runtime* rank) const {
+  Completion& completion = *operation_->completion;
+  const auto hang = Completion::Clock::now() + kHang;
+  if (rank == nullptr) rank = rank_;
+  // Once it is complete, the rank may be gone.
+  const auto result = rank != nullptr && !completion.done() ? rank->wait(completion, hang)
+                                                            : completion.wait(hang);
+  check(result == Completion::WaitResult::kDone, operation_->desc->name + " hangs");
+  return completion.error();
 }
 
 // --- ranks that die -------------------------------------------------------------------------
@@ -90,18 +99,19 @@ class SimulatedRanks::MortalChannel final : public Channel {
   void send(int rank, std::string_view frame) override {
     if (inner_) inner_->send(rank, frame);
   }
-  std::vector<Event> wait(std::optional<Clock::time_point> deadline) override {
-    std::vector<Event> events;
-    if (inner_) events = inner_->wait(deadline);
+  std::vector<Event> take() override {
+    return inner_ ? inner_->take() : std::vector<Event>();
+  }
+  void sleep(std::optional<Clock::time_point> deadline) override {
+    if (inner_) inner_->sleep(deadline);
     std::unique_lock lock(mutex_);
     if (dying_ && inner_) {
       inner_.reset();
       changed_.notify_all();
     }
-    if (inner_) return events;
+    if (inner_) return;
     changed_.wait(lock, [this] { return woken_; });
     woken_ = false;
-    return {};
   }
   void wake() noexcept override {
     std::lock_guard lock(mutex_);
@@ -202,6 +212,7 @@ SimulatedRanks::SimulatedRanks(int size, const Setup& setup)
     RuntimeOptions options = setup.options;
     options.rank = rank;
     options.size = size;
+    options.may_spin = rank % 2 == 0;
     for (int r = 0; r < size; ++r) options.hosts.push_back("host" + std::to_string(r));
     ranks_[rank] =
         std::make_unique<Runtime>(std::move(options), std::move(channel), std::move(factory));
@@ -212,6 +223,7 @@ SimulatedRanks::~SimulatedRanks() { stop(); }
 
 Submission SimulatedRanks::submit(int rank, const OpDesc& desc, std::string input) {
   Submission submission(desc, std::move(input));
+  if (mortal_[rank] == nullptr) submission.rank_ = ranks_[rank].get();
   ranks_[rank]->submit({submission.operation()});
   return submission;
 }

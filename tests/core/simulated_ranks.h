@@ -1,5 +1,5 @@
 // A job of simulated ranks: each a Runtime of its own with its two threads, over channels within
-// the process or over socket pairs, and host collectives over in-memory links.
+// the process, over socket pairs or over rings, and host collectives over in-memory links.
 #pragma once
 
 #include <atomic>
@@ -19,8 +19,8 @@ namespace hvdtorch::test {
 // A wait that is longer has found a hang.
 inline constexpr std::chrono::seconds kHang{60};
 
-enum class Wire { kLocal, kSockets };
-inline constexpr Wire kWires[] = {Wire::kLocal, Wire::kSockets};
+enum class Wire { kLocal, kSockets, kRings };
+inline constexpr Wire kWires[] = {Wire::kLocal, Wire::kSockets, Wire::kRings};
 
 // Graces that keep tests of ends short; the order of the two is the same as in production.
 RuntimeOptions quick(int64_t inline_limit = 0);
@@ -34,8 +34,8 @@ class Submission {
   Submission(OpDesc desc, std::string input, std::shared_ptr<Completion> completion = nullptr);
 
   const std::shared_ptr<Operation>& operation() const { return operation_; }
-  // Waits; "" or the error.
-  std::string wait() const;
+  // Waits; "" or the error. The thread leads in `rank`, if it is given or submitted this.
+  std::string wait(Runtime* rank = nullptr) const;
   const std::string& output() const { return memory_->out; }
   // How often finish() ran.
   int finished() const { return memory_->finished; }
@@ -50,13 +50,12 @@ class Submission {
     std::string in, out;
     int finished = 0;
   };
+  friend class SimulatedRanks;
   static inline std::atomic<int> alive_{0};
+  Runtime* rank_ = nullptr;
   std::shared_ptr<Operation> operation_;
   std::shared_ptr<Memory> memory_;
 };
-
-// Waits for an operation; "" or the error.
-std::string wait_for(const Operation& operation);
 
 class SimulatedRanks {
  public:

@@ -16,7 +16,9 @@ GAP = "..."
 
 # C++ of which users see nothing by itself: a frame or a log that cannot be decoded ends up in "sent
 # a control message that makes no sense (...)", the other files are in no installed module.
-_INTERNAL = re.compile(r"DecodeError|static_assert|length_error|system_error|unraisable|WithDoc")
+_INTERNAL = re.compile(
+    r"DecodeError|static_assert|logic_error|length_error|system_error|unraisable|WithDoc"
+)
 _NOT_INSTALLED = ("channel/local", "transport/memory_link")
 # What is said of a build in order, and parts of texts that are found whole elsewhere.
 _NOTHING_WRONG = (
