@@ -7,12 +7,11 @@
 #include <vector>
 
 #include "check.h"
+#include "collective_checks.h"
 #include "transport/host_collectives.h"
 #include "transport/memory_link.h"
 
 namespace hvdtorch::test {
-
-using Bytes = std::vector<uint8_t>;
 
 // Small enough that a few KB are many chunks.
 inline constexpr CollectiveSizes kSmall = {
