@@ -70,6 +70,7 @@ def start(
     rank: int,
     size: int,
     hosts: list[str],  # host name of every rank, for error texts
+    host_indices: list[int],  # by rank: equal for ranks on one host
     fds: list[int],  # authenticated control sockets; rank 0: by rank (-1 at 0), others: [rank 0's]
     link: object,  # torch.distributed ProcessGroupGloo over all ranks, or None at size 1
     settings: RuntimeSettings,

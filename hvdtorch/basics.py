@@ -85,6 +85,7 @@ def init(
     _echo_fd = config.echo_fd
     if launch.size == 1:
         placement, homogeneous, hosts, fds = Placement(0, 1, 0, 1, 0, 1), True, [""], [-1]
+        host_indices = [0]
         shared: dict[str, Any] = {name: getattr(config, name) for name in SHARED_SETTINGS}
     else:
         store = open_store(launch, config.start_timeout)
@@ -93,11 +94,13 @@ def init(
         _round += 1
         placement, homogeneous = meeting.placement, meeting.homogeneous
         hosts, fds, shared, _link = meeting.hosts, meeting.fds, meeting.settings, meeting.link
+        host_indices = meeting.host_indices
     core = _core(config, placement.local_rank)
     _C.start(
         rank=placement.rank,
         size=placement.size,
         hosts=hosts,
+        host_indices=host_indices,
         fds=fds,
         link=_link,
         settings=_runtime_settings(config, shared, core),

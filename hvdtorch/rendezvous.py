@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hvdtorch import connect
-from hvdtorch.bootstrap import Introduction, Launch, Placement, introduce, place
+from hvdtorch.bootstrap import Introduction, Launch, Placement, host_indices, introduce, place
 from hvdtorch.config import Config
 from hvdtorch.log import logger
 
@@ -46,6 +46,7 @@ class Meeting:
     placement: Placement
     homogeneous: bool  # every host has as many ranks
     hosts: list[str]
+    host_indices: list[int]  # by rank: equal for ranks on one host
     fds: list[int]
     link: object  # torch.distributed.ProcessGroupGloo
     settings: dict[str, Any]
@@ -124,6 +125,7 @@ class _Welcome:
 
     placements: list[dict[str, int]]
     hosts: list[str]
+    host_indices: list[int]
     one_host: bool
     addresses: list[str]
     port: int
@@ -144,6 +146,7 @@ def _welcome(
         welcome = _Welcome(
             placements=[dataclasses.asdict(p) for p in placements],
             hosts=[i.hostname for i in introductions],
+            host_indices=host_indices(introductions),
             one_host=one_host,
             addresses=_own_addresses(one_host, config, master),
             port=listener.port,
@@ -200,4 +203,12 @@ def meet(base: dist.Store, launch: Launch, config: Config, version: str, round_:
     link = _gloo(dist.PrefixStore("gloo", store), placement, welcome.one_host, address, limit)
     logger.info("%s on host %s", placement, own.hostname)
     homogeneous = len({p["local_size"] for p in welcome.placements}) == 1
-    return Meeting(placement, homogeneous, welcome.hosts, fds, link, welcome.settings)
+    return Meeting(
+        placement,
+        homogeneous,
+        welcome.hosts,
+        welcome.host_indices,
+        fds,
+        link,
+        welcome.settings,
+    )

@@ -15,9 +15,8 @@
 #include "channel/tcp.h"
 #include "core/log.h"
 #include "core/thread.h"
-#include "transport/host_collectives.h"
+#include "transport/make_transport.h"
 #include "transport/memory_link.h"
-#include "transport/sub_link.h"
 
 namespace hvdtorch {
 namespace {
@@ -124,8 +123,8 @@ std::string directory_of(const char* module) {
   return file.substr(0, file.rfind('/') + 1);
 }
 
-void start(int rank, int size, std::vector<std::string> hosts, std::vector<int> fds,
-           py::object link, const py::dict& settings) {
+void start(int rank, int size, std::vector<std::string> hosts, std::vector<int> host_indices,
+           std::vector<int> fds, py::object link, const py::dict& settings) {
   set_library_directories(directory_of("hvdtorch"), directory_of("torch"));
   RuntimeOptions options;
   options.rank = rank;
@@ -151,20 +150,20 @@ void start(int rank, int size, std::vector<std::string> hosts, std::vector<int> 
   configure_log(static_cast<LogLevel>(setting("log_level", int{})),
                 setting("log_hide_time", bool{}));
   std::unique_ptr<Channel> channel;
-  std::shared_ptr<PointToPoint> network;
+  TransportSources sources;
+  sources.hosts = std::move(host_indices);
   if (size == 1) {
     channel = std::move(make_local_channels(1).front());
-    network = std::move(make_memory_links(1).front());
+    sources.network = std::move(make_memory_links(1).front());
   } else {
     channel = make_tcp_channel(rank, fds);
     auto* backend = link.cast<c10d::Backend*>();
-    network = make_gloo_link(c10::intrusive_ptr<c10d::Backend>::reclaim_copy(backend));
+    sources.network = make_gloo_link(c10::intrusive_ptr<c10d::Backend>::reclaim_copy(backend));
   }
   Job::instance().start(
       std::move(options), std::move(channel),
-      [network](uint32_t process_set, const std::vector<int>& ranks) {
-        return std::make_shared<HostCollectives>(
-            make_sub_link(network, ranks, static_cast<int>(process_set), HostCollectives::kTags));
+      [sources = std::move(sources)](uint32_t process_set, const std::vector<int>& ranks) {
+        return make_transport(sources, process_set, ranks);
       });
 }
 
@@ -218,8 +217,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("submit", &submit, py::arg("kind"), py::arg("name"), py::arg("label"), py::arg("tensors"),
         py::arg("grouped"), py::arg("in_place"), py::arg("reduce_op"), py::arg("prescale"),
         py::arg("postscale"), py::arg("root"), py::arg("splits"), py::arg("process_set"));
-  m.def("start", &start, py::arg("rank"), py::arg("size"), py::arg("hosts"), py::arg("fds"),
-        py::arg("link"), py::arg("settings"));
+  m.def("start", &start, py::arg("rank"), py::arg("size"), py::arg("hosts"),
+        py::arg("host_indices"), py::arg("fds"), py::arg("link"), py::arg("settings"));
   m.def(
       "stop", [](const std::string& reason) { Job::instance().stop(reason); }, py::arg("reason"),
       py::call_guard<py::gil_scoped_release>());
