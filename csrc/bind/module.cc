@@ -151,7 +151,8 @@ void start(int rank, int size, std::vector<std::string> hosts, std::vector<int> 
                 setting("log_hide_time", bool{}));
   std::unique_ptr<Channel> channel;
   TransportSources sources;
-  sources.hosts = std::move(host_indices);
+  sources.hosts = host_indices;
+  options.planner.hosts = std::move(host_indices);
   if (size == 1) {
     channel = std::move(make_local_channels(1).front());
     sources.network = std::move(make_memory_links(1).front());

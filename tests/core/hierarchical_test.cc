@@ -3,11 +3,13 @@
 #include "transport/hierarchical.h"
 
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <random>
 
 #include "check.h"
 #include "collective_checks.h"
+#include "kernels/reduce_by_host.h"
 #include "reduce_reference.h"
 #include "simulated_hosts.h"
 
@@ -181,6 +183,39 @@ const Case by_host("sums of float32 are associated by host, in rank order in eac
       check(unlike_flat > 0, "the numbers do not tell one order from the other");
     }
   });
+});
+
+// Any bits: whether a tensor travels in the log or through the transport depends on timing.
+const Case as_in_the_log("floats of any bits get the bits that reduce_by_host() gives", [] {
+  for (const auto& hosts : kPlacements) {
+    HostedJob(hosts).run([&](Transport& transport) {
+      uint64_t round = 0;
+      for (DataType dtype : {DataType::kFloat32, DataType::kFloat64, DataType::kBFloat16,
+                             DataType::kFloat16, DataType::kFloat8E4M3, DataType::kComplex64}) {
+        for (ReduceOp op : {ReduceOp::kAverage, ReduceOp::kSum, ReduceOp::kProduct}) {
+          for (int64_t count : {33, 900}) {
+            const Reduction reduction{dtype, op, 0.3, -1.7, transport.size()};
+            const int64_t element = size_of(dtype);
+            std::vector<Bytes> inputs;
+            std::vector<const void*> srcs;
+            for (int r = 0; r < transport.size(); ++r) {
+              inputs.push_back(input(round, r, count * element));
+            }
+            for (const Bytes& bytes : inputs) srcs.push_back(bytes.data());
+            Bytes expected(count * element), data = inputs[transport.rank()];
+            reduce_by_host(reduction, expected.data(), srcs, hosts, count);
+            transport.allreduce(reduction, data.data(), count);
+            for (int64_t i = 0; i < count; ++i) {
+              check(same_element(dtype, data.data() + i * element, expected.data() + i * element),
+                    std::string(name_of(op)) + " of " + name_of(dtype) + ", element " +
+                        std::to_string(i));
+            }
+            ++round;
+          }
+        }
+      }
+    });
+  }
 });
 
 const Case rounded_once("narrow floats are rounded once, after all hosts", [] {
