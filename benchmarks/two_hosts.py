@@ -54,9 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def run_ranks(
-    hosts: Sequence[namespaces.Host], options: argparse.Namespace, file: Path
-) -> int:
+def run_ranks(hosts: Sequence[namespaces.Host], options: argparse.Namespace, file: Path) -> int:
     """collectives.py on every rank; the first exit status that is not 0."""
     command = [sys.executable, str(SCRIPT), "--collectives", "allreduce", "--many", "none"]
     command += ["--sizes", options.sizes, "--peers", ",".join(options.peers) or "none"]
@@ -90,7 +88,9 @@ def show(document: dict[str, Any]) -> None:
     """The table, then the two goals."""
     rows = document["rows"]
     print(f"\n# {document['hosts']} hosts, {document['np']} ranks, {document['rate']} each way")
-    print(f"{'bytes':>10}  {'dtype':>8}  {'peer':>12}  {'median us':>10}  {'link':>6}  {'ratio':>6}")
+    print(
+        f"{'bytes':>10}  {'dtype':>8}  {'peer':>12}  {'median us':>10}  {'link':>6}  {'ratio':>6}"
+    )
     for row in rows:
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
         print(

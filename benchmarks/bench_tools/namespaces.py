@@ -1,8 +1,8 @@
 """Two hosts on one machine: network namespaces with nothing but a virtual cable between them.
 
-A namespace belongs to a process that does nothing and ends when this one does, whatever ends it, and
-the namespace, its end of the cable and the shaping with it: nothing can be left behind. Ranks are
-started inside with `Host.command`. Needs root, iproute2 (ip, tc) and util-linux (unshare, nsenter).
+A namespace belongs to a process that does nothing and ends when this one does, whatever ends it;
+with it go the namespace, its end of the cable and the shaping: nothing can be left behind. Ranks are
+started inside with `Host.command`. Needs root, iproute2 (ip, tc), util-linux (unshare, nsenter).
 """
 
 from __future__ import annotations

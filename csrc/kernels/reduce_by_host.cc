@@ -28,8 +28,8 @@ void reduce_by_host(const Reduction& reduction, void* dst, const std::vector<con
     reduce_partial(reduction, partials.back().data(), of_host.data(),
                    static_cast<int>(of_host.size()), count);
   }
-  reduce(combining, partials.front().data(), hosts_srcs.data(),
-         static_cast<int>(hosts_srcs.size()), count);
+  reduce(combining, partials.front().data(), hosts_srcs.data(), static_cast<int>(hosts_srcs.size()),
+         count);
   finish_partial(reduction, dst, partials.front().data(), count);
 }
 

@@ -1,5 +1,5 @@
-// Every level's collectives are called in the same order on all ranks that take part in them. A rank
-// that is no leader sees the local steps of an operation only.
+// Every level's collectives are called in the same order on all ranks that take part in them. A
+// rank that is no leader sees the local steps of an operation only.
 #include "transport/hierarchical.h"
 
 #include <algorithm>
@@ -117,8 +117,8 @@ void Hierarchical::abort(const std::string& why) noexcept {
   flat_->abort(first);
 }
 
-// Every collective runs in here: what goes wrong at one level must end the others, and the text that
-// the caller gets is that of abort(), if it was first.
+// Every collective runs in here: what goes wrong at one level must end the others, and the text
+// that the caller gets is that of abort(), if it was first.
 template <typename Body>
 void Hierarchical::run(Body&& body) {
   step_.clear();
@@ -185,8 +185,7 @@ void Hierarchical::hand_out(void* data, int64_t bytes) {
 void Hierarchical::allreduce_whole(const Reduction& reduction, std::byte* data, int64_t count) {
   const Reduction combining = combine_partials(reduction);
   const bool in_data = combining.dtype == reduction.dtype;
-  std::byte* const partial =
-      in_data || !leads() ? data : scratch(count * size_of(combining.dtype));
+  std::byte* const partial = in_data || !leads() ? data : scratch(count * size_of(combining.dtype));
   reduce_to_leader(reduction, data, partial, count);
   if (leads()) {
     step("exchanging between the hosts", [&] {
@@ -211,9 +210,8 @@ void Hierarchical::allreduce_staged(const Reduction& reduction, std::byte* data,
     hand_out(data + stage.offset * element, stage.count * element);
   };
   if (leads()) {
-    step("exchanging between the hosts", [&] {
-      cross_->allreduce_in_stages({reduction, data, stages, start, finish});
-    });
+    step("exchanging between the hosts",
+         [&] { cross_->allreduce_in_stages({reduction, data, stages, start, finish}); });
   } else {
     stages.run([&](int64_t i) { start(stages[i], data); }, [](int64_t) {},
                [&](int64_t i) { finish(stages[i]); });

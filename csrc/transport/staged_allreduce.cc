@@ -2,8 +2,8 @@
 // results travel in partial_type(), results in the type of the data. A rank sends (P-1)/P of the
 // data in each of the two; as many steps as stages and two.
 //
-// Where the two types are one, partial results lie in the data itself, and a result is received into
-// the memory that its partial result is sent from. That is safe although the receive is posted
+// Where the two types are one, partial results lie in the data itself, and a result is received
+// into the memory that its partial result is sent from. That is safe although the receive is posted
 // first: the peer has no result before it has all partial results.
 #include "transport/staged_allreduce.h"
 
@@ -50,9 +50,7 @@ void HostCollectives::allreduce_in_stages(const StagedAllreduce& work) {
     const auto result = [&](const Span& part) {
       return ByteSpan{data + part.offset * narrow, part.count * narrow};
     };
-    const auto slice = [&](int64_t i, int rank) {
-      return slice_of(work.stages[i], rank, size_);
-    };
+    const auto slice = [&](int64_t i, int rank) { return slice_of(work.stages[i], rank, size_); };
 
     struct Slot {
       explicit Slot(HostCollectives& owner) : sent(owner), arriving(owner), results(owner) {}

@@ -2,9 +2,9 @@
 // before and after overlaps with the transfers. It is what the leaders of hosts run: every piece is
 // reduced inside the hosts first, and handed out there afterwards (transport/hierarchical.h).
 //
-// Words. A *stage* is the piece: a contiguous part of the data. It is *started* (this rank's partial
-// result is made and sent), *combined* (of this rank's slice of the stage, when all have sent) and
-// *finished* (all slices' results are here, and are handed out).
+// Words. A *stage* is the piece: a contiguous part of the data. It is *started* (this rank's
+// partial result is made and sent), *combined* (of this rank's slice of the stage, when all have
+// sent) and *finished* (all slices' results are here, and are handed out).
 #pragma once
 
 #include <algorithm>

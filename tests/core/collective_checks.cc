@@ -77,8 +77,7 @@ void check_reduce_scatter(Transport& transport, const Reduction& reduction,
              text_of("reduce_scatter", transport, total));
 }
 
-void check_allgather(Transport& transport, const std::vector<int64_t>& bytes,
-                     uint64_t round) {
+void check_allgather(Transport& transport, const std::vector<int64_t>& bytes, uint64_t round) {
   std::vector<Bytes> parts;
   for (int r = 0; r < transport.size(); ++r) parts.push_back(input(round, r, bytes[r]));
   const Bytes expected = joined(parts);

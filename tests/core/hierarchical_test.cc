@@ -45,9 +45,8 @@ const Case integers("allreduce of integers of every length around every edge, an
       check_allreduce(transport, {DataType::kInt32, ReduceOp::kSum}, count, ++round);
       check_allreduce(transport, {DataType::kUInt8, ReduceOp::kMax}, count, ++round);
       // Partial results are wider than the data, and the sum does not fit into it.
-      check_allreduce(transport,
-                      {.dtype = DataType::kInt8, .op = ReduceOp::kAverage, .divisor = 3}, count,
-                      ++round);
+      check_allreduce(transport, {.dtype = DataType::kInt8, .op = ReduceOp::kAverage, .divisor = 3},
+                      count, ++round);
     }
   });
 });
