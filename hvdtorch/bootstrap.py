@@ -147,12 +147,6 @@ def introduce(launch: Launch, config: Config, version: str) -> Introduction:
     return Introduction(host_id, hostname, launch.local_rank, launch.local_size, version)
 
 
-def host_indices(introductions: list[Introduction]) -> list[int]:
-    """By rank: the number of its host, in the order of their lowest ranks."""
-    hosts = list(dict.fromkeys(introduction.host_id for introduction in introductions))
-    return [hosts.index(introduction.host_id) for introduction in introductions]
-
-
 def place(introductions: list[Introduction]) -> list[Placement]:
     """Placement of every rank, in rank order.
 

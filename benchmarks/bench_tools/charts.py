@@ -9,21 +9,28 @@ from typing import Any
 COLOURS = ("#D55E00", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#000000", "#999999")
 
 
+COLUMNS = 3  # most panels side by side
+
+
 def figure(panels: int, title: str, document: dict[str, Any]) -> list[Any]:
-    """`panels` axes side by side, under a title and the machine of the run."""
+    """`panels` axes, under a title and the machine of the run."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    drawn, axes = plt.subplots(1, panels, figsize=(6.5 * panels, 5), squeeze=False)
+    columns = min(panels, 2 if panels == 4 else COLUMNS)
+    rows = -(-panels // columns)
+    drawn, axes = plt.subplots(rows, columns, figsize=(6.5 * columns, 5 * rows), squeeze=False)
     where = document["machine"]
     drawn.suptitle(
         f"{title}\n{where['cpu']}, {where['cores']} cores, torch {where['torch']}, "
         f"{document['date']}",
         fontsize=10,
     )
-    return list(axes[0])
+    for unused in axes.flat[panels:]:
+        unused.remove()
+    return list(axes.flat[:panels])
 
 
 def save(panels: list[Any], path: Path) -> None:

@@ -36,7 +36,8 @@ def draw(document: dict[str, Any], path: Path) -> None:
         named: dict[str, Rows] = {}
         for row in modelled:
             names = "known" if row["known"] else "new"
-            named.setdefault(f"{row['kind']}, {names} names, {row['tensors']}", []).append(row)
+            name = f"{row['kind']}, {names} names, {row['tensors']} at once"
+            named.setdefault(name, []).append(row)
         _lines(
             rest.pop(0),
             "simulated ranks: coordinator, per tensor",
@@ -71,7 +72,9 @@ def _lines(
     for index, (name, rows) in enumerate(named.items()):
         xs, ys = zip(*map(point, rows), strict=True)
         panel.plot(xs, ys, marker="o", label=name, color=COLOURS[index % len(COLOURS)])
+    ticks = sorted({point(row)[0] for rows in named.values() for row in rows})
     panel.set(title=title, xlabel="ranks", ylabel=unit, yscale="log")
     panel.set_xscale("log", base=2)
+    panel.set_xticks(ticks, [str(tick) for tick in ticks])
     panel.grid(alpha=0.3)
     panel.legend(fontsize=8)

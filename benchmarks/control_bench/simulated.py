@@ -5,9 +5,9 @@ It is built as the tests of the core are (tests/core/build.py), but optimised as
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,9 +49,11 @@ class Row:
 
 def build(directory: Path = BUILD) -> Path:
     """The program; compiled where anything it is made of has changed. Raises build.BuildError."""
-    sys.path.insert(0, str(ROOT / "tests" / "core"))
-    import build as core_build
-
+    # By its path: `build` is also the name of a package.
+    spec = importlib.util.spec_from_file_location("core_build", ROOT / "tests/core/build.py")
+    assert spec and spec.loader
+    core_build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(core_build)
     # GCC 12 warns of its own library at -O3.
     flags = (flag for flag in core_build.FLAGS if flag != "-Werror")
     core_build.FLAGS = tuple("-O3" if flag == "-O1" else flag for flag in flags)

@@ -46,6 +46,7 @@ void Job::start(RuntimeOptions options, std::unique_ptr<Channel> channel,
   rank_ = options.rank;
   unnamed_.clear();
   joins_ = 0;
+  arena_ = options.arena;
   runtime_ = std::make_unique<Runtime>(std::move(options), std::move(channel), std::move(factory));
   live_runtime = runtime_.get();
 }
@@ -55,6 +56,7 @@ void Job::stop(const std::string& reason) {
   runtime_->stop(reason);
   live_runtime = nullptr;
   runtime_.reset();
+  arena_.reset();
 }
 
 bool Job::running() const noexcept { return runtime_ != nullptr && !forked; }
@@ -176,6 +178,11 @@ Submitted Job::submit(Request request) {
   }
   runtime.submit(submitted.operations);
   return submitted;
+}
+
+std::shared_ptr<std::byte> Job::allocate(int64_t bytes) {
+  runtime();
+  return arena_->allocate(bytes);
 }
 
 void Job::renumber() {

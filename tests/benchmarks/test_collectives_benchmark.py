@@ -4,22 +4,19 @@ No time is asserted: times belong to machines.
 """
 
 import json
-import sys
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import collectives
 import pytest
 import torch
+from bench_tools import machine
+from collective_bench import cases, goals, measure, peers, plot, report
 from support.processes import REPOSITORY
 from support.scripts import run_script
 
 import hvdtorch as hvd
-
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-import collectives
-from bench_tools import machine
-from collective_bench import cases, goals, measure, peers, plot, report
 
 SCRIPT = REPOSITORY / "benchmarks" / "collectives.py"
 

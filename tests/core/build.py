@@ -26,6 +26,7 @@ MAIN = "tests/core/main.cc"
 SOURCES = (
     "csrc/core/*.cc",
     "csrc/channel/*.cc",
+    "csrc/shared/*.cc",
     "csrc/transport/*.cc",
     "csrc/kernels/*.cc",
     "tests/core/*_test.cc",

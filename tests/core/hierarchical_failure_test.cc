@@ -34,12 +34,12 @@ const std::vector<int> kHosts = {0, 1, 0, 1};  // leaders are ranks 0 and 1
 // Ranks 0 and 2 share a host, 1 and 3 the other. Who stays away decides where the others block.
 const Case aborted("abort() ends a collective that is blocked at any level, with its reason", [] {
   for (const Body& body : kBlocking) {
-    for (int away = 0; away < 4; ++away) {
-      HostedJob job(kHosts);
+    for (int away = 0; away < 8; ++away) {
+      HostedJob job(kHosts, kMedia[away / 4]);
       std::vector<std::future<std::string>> blocked;
       std::atomic<int> started{0};
       for (int rank = 0; rank < 4; ++rank) {
-        if (rank == away) continue;
+        if (rank == away % 4) continue;
         blocked.push_back(std::async(std::launch::async, [&, rank] {
           ++started;
           return check_throws<TransportError>([&] {
@@ -65,7 +65,7 @@ const Case aborted("abort() ends a collective that is blocked at any level, with
 
 const Case racing("abort() at any time, of ranks that are busy", [] {
   for (int round = 0; round < 40; ++round) {
-    HostedJob job(kHosts);
+    HostedJob job(kHosts, kMedia[round % 2]);
     std::atomic<int> rounds{0};
     std::jthread aborter([&](const std::stop_token& stop) {
       while (rounds < 7 * round && !stop.stop_requested()) std::this_thread::yield();

@@ -30,7 +30,9 @@ const std::vector<std::vector<int>> kPlacements = {
 };
 
 void for_each_placement(const std::function<void(Transport&)>& body) {
-  for (const auto& hosts : kPlacements) HostedJob(hosts).run(body);
+  for (Medium inside : kMedia) {
+    for (const auto& hosts : kPlacements) HostedJob(hosts, inside).run(body);
+  }
 }
 
 // Elements of int32 around the edges of what crosses whole, and of stages and their slices.
@@ -145,7 +147,7 @@ void check_numbers(Transport& transport, const Reduction& reduction, int64_t cou
 }
 
 const Case dtypes("allreduce of every dtype and op, with factors, short and long", [] {
-  HostedJob({0, 1, 1, 0, 2}).run([](Transport& transport) {
+  HostedJob({0, 1, 1, 0, 2}, Medium::kSharedMemory).run([](Transport& transport) {
     uint64_t round = 0;
     for (int d = 0; d < kNumDataTypes; ++d) {
       for (ReduceOp op : {ReduceOp::kAverage, ReduceOp::kSum, ReduceOp::kProduct, ReduceOp::kMin,
@@ -341,7 +343,7 @@ void random_round(Transport& transport, std::mt19937_64& random) {
 const Case random_rounds("100 random collectives in a row", [] {
   const uint64_t seed = std::random_device{}();
   for (const auto& hosts : kPlacements) {
-    HostedJob(hosts).run([&](Transport& transport) {
+    HostedJob(hosts, Medium::kSharedMemory).run([&](Transport& transport) {
       std::mt19937_64 random(seed);
       for (int i = 0; i < 100; ++i) {
         try {

@@ -1,5 +1,5 @@
-// A job on several hosts: simulated ranks with the hierarchical transport, every level of it over
-// in-memory links.
+// A job on several hosts: simulated ranks with the hierarchical transport. Between hosts there are
+// in-memory links, inside each there are others, or shared memory.
 #pragma once
 
 #include <map>
@@ -17,14 +17,20 @@ inline constexpr HierarchicalSizes kSmallStages = {.whole = 600, .share = 512};
 
 struct HostedJob {
   // hosts[r]: where rank r is.
-  explicit HostedJob(const std::vector<int>& hosts) : links(make_memory_links(hosts.size())) {
+  explicit HostedJob(const std::vector<int>& hosts, Medium inside = Medium::kLinks)
+      : links(make_memory_links(static_cast<int>(hosts.size()))) {
     std::map<int, std::vector<int>> on_host;
+    std::map<int, Job> jobs;  // of each host alone
     for (size_t r = 0; r < hosts.size(); ++r) on_host[hosts[r]].push_back(static_cast<int>(r));
     std::vector<int> all, leaders;
     for (size_t r = 0; r < hosts.size(); ++r) {
       all.push_back(static_cast<int>(r));
       if (on_host[hosts[r]].front() == static_cast<int>(r)) leaders.push_back(all.back());
     }
+    for (const auto& [host, ranks] : on_host) {
+      jobs.try_emplace(host, static_cast<int>(ranks.size()), Medium::kSharedMemory);
+    }
+    std::map<int, size_t> seated;
     for (int r : all) {
       const auto among = [&](const std::vector<int>& ranks, int channel) {
         return std::make_shared<HostCollectives>(
@@ -33,7 +39,11 @@ struct HostedJob {
       flat.push_back(among(all, 0));
       const bool leads = on_host[hosts[r]].front() == r;
       cross.push_back(leads ? among(leaders, 1) : nullptr);
-      local.push_back(among(on_host[hosts[r]], 2));
+      if (inside == Medium::kLinks) {
+        local.push_back(among(on_host[hosts[r]], 2));
+      } else {
+        local.push_back(jobs.at(hosts[r]).transports[seated[hosts[r]]++]);
+      }
       transports.push_back(make_hierarchical(hosts, local[r], cross[r], flat[r], kSmallStages));
     }
   }
@@ -49,8 +59,8 @@ struct HostedJob {
   }
 
   std::vector<std::shared_ptr<PointToPoint>> links;
-  std::vector<std::shared_ptr<HostCollectives>> flat, cross, local;  // by rank
-  std::vector<std::shared_ptr<Transport>> transports;
+  std::vector<std::shared_ptr<HostCollectives>> flat, cross;  // by rank
+  std::vector<std::shared_ptr<Transport>> local, transports;
 };
 
 }  // namespace hvdtorch::test

@@ -1,6 +1,4 @@
-// Every collective over in-process links, at 1 to 5 ranks, against what its definition says.
-#include "transport/host_collectives.h"
-
+// Every collective of every host transport, at 1 to 5 ranks, against what its definition says.
 #include <algorithm>
 #include <atomic>
 #include <random>
@@ -16,8 +14,10 @@ constexpr int kMostRanks = 5;
 
 // --- cases ---
 
-void for_each_size(const std::function<void(HostCollectives&)>& body) {
-  for (int ranks = 1; ranks <= kMostRanks; ++ranks) Job(ranks).run(body);
+void for_each_size(const std::function<void(Transport&)>& body) {
+  for (Medium medium : kMedia) {
+    for (int ranks = 1; ranks <= kMostRanks; ++ranks) Job(ranks, medium).run(body);
+  }
 }
 
 // Elements of int32 around every edge: alignment, the direct limit, chunks, slices.
@@ -25,7 +25,7 @@ const int64_t kCounts[] = {0,   1,   3,   15,  16,  17,  31,  32,  33,   63,   6
                            128, 129, 255, 256, 257, 511, 512, 513, 1000, 1023, 1024, 1025, 5000};
 
 const Case allreduce("allreduce of every length around every edge", [] {
-  for_each_size([](HostCollectives& transport) {
+  for_each_size([](Transport& transport) {
     uint64_t round = 0;
     for (int64_t count : kCounts) {
       check_allreduce(transport, {DataType::kInt32, ReduceOp::kSum}, count, ++round);
@@ -35,7 +35,7 @@ const Case allreduce("allreduce of every length around every edge", [] {
 });
 
 const Case dtypes("allreduce of every dtype, short and long, gives all ranks the same bits", [] {
-  for_each_size([](HostCollectives& transport) {
+  for_each_size([](Transport& transport) {
     uint64_t round = 0;
     for (int d = 0; d < kNumDataTypes; ++d) {
       for (ReduceOp op : {ReduceOp::kAverage, ReduceOp::kSum, ReduceOp::kProduct}) {
@@ -49,7 +49,7 @@ const Case dtypes("allreduce of every dtype, short and long, gives all ranks the
 });
 
 const Case factors("factors and the divisor apply, at one rank too", [] {
-  for_each_size([](HostCollectives& transport) {
+  for_each_size([](Transport& transport) {
     std::vector<float> data(700, 6.0f);
     for (int64_t count : {7, 700}) {
       std::fill(data.begin(), data.end(), 6.0f);
@@ -62,7 +62,7 @@ const Case factors("factors and the divisor apply, at one rank too", [] {
 });
 
 const Case reduce_scatter("reduce_scatter of even and uneven shares, some empty", [] {
-  for_each_size([](HostCollectives& transport) {
+  for_each_size([](Transport& transport) {
     const Reduction sum{DataType::kInt32, ReduceOp::kSum};
     uint64_t round = 0;
     for (int64_t count : kCounts) {
@@ -78,7 +78,7 @@ const Case reduce_scatter("reduce_scatter of even and uneven shares, some empty"
 });
 
 const Case allgather("allgather of even and uneven parts, some empty", [] {
-  for_each_size([](HostCollectives& transport) {
+  for_each_size([](Transport& transport) {
     uint64_t round = 0;
     for (int64_t count : kCounts) {
       std::vector<int64_t> bytes(transport.size(), count);
@@ -90,7 +90,7 @@ const Case allgather("allgather of even and uneven parts, some empty", [] {
 });
 
 const Case broadcast("broadcast of every length from every root", [] {
-  for_each_size([](HostCollectives& transport) {
+  for_each_size([](Transport& transport) {
     uint64_t round = 0;
     for (int64_t count : kCounts) {
       for (int root = 0; root < transport.size(); ++root) {
@@ -101,7 +101,7 @@ const Case broadcast("broadcast of every length from every root", [] {
 });
 
 const Case alltoall("alltoall of even and uneven parts, some empty", [] {
-  for_each_size([](HostCollectives& transport) {
+  for_each_size([](Transport& transport) {
     uint64_t round = 0;
     for (int64_t count : kCounts) {
       std::vector<int64_t> bytes(transport.size() * transport.size(), count);
@@ -113,20 +113,22 @@ const Case alltoall("alltoall of even and uneven parts, some empty", [] {
 });
 
 const Case barrier("no rank leaves a barrier before all have entered", [] {
-  for (int ranks = 1; ranks <= kMostRanks; ++ranks) {
-    std::atomic<int> entered{0};
-    Job(ranks).run([&](HostCollectives& transport) {
-      for (int round = 1; round <= 50; ++round) {
-        ++entered;
-        transport.barrier();
-        check(entered >= round * ranks, "left early");
-      }
-    });
+  for (Medium medium : kMedia) {
+    for (int ranks = 1; ranks <= kMostRanks; ++ranks) {
+      std::atomic<int> entered{0};
+      Job(ranks, medium).run([&](Transport& transport) {
+        for (int round = 1; round <= 50; ++round) {
+          ++entered;
+          transport.barrier();
+          check(entered >= round * ranks, "left early");
+        }
+      });
+    }
   }
 });
 
 // All ranks draw the same numbers, so that they agree on what comes next.
-void random_round(HostCollectives& transport, std::mt19937_64& random) {
+void random_round(Transport& transport, std::mt19937_64& random) {
   const int ranks = transport.size();
   const uint64_t round = random();
   const auto length = [&] { return static_cast<int64_t>(random() % 4 == 0 ? 0 : random() % 3000); };
@@ -159,23 +161,25 @@ void random_round(HostCollectives& transport, std::mt19937_64& random) {
 
 const Case random_rounds("200 random collectives in a row", [] {
   const uint64_t seed = std::random_device{}();
-  for (int ranks = 2; ranks <= kMostRanks; ++ranks) {
-    Job(ranks).run([&](HostCollectives& transport) {
-      std::mt19937_64 random(seed + ranks);
-      for (int i = 0; i < 200; ++i) {
-        try {
-          random_round(transport, random);
-        } catch (const CheckFailure& failure) {
-          fail("seed " + std::to_string(seed) + ", round " + std::to_string(i) + ": " +
-               failure.what());
+  for (Medium medium : kMedia) {
+    for (int ranks = 2; ranks <= kMostRanks; ++ranks) {
+      Job(ranks, medium).run([&](Transport& transport) {
+        std::mt19937_64 random(seed + ranks);
+        for (int i = 0; i < 200; ++i) {
+          try {
+            random_round(transport, random);
+          } catch (const CheckFailure& failure) {
+            fail("seed " + std::to_string(seed) + ", round " + std::to_string(i) + ": " +
+                 failure.what());
+          }
         }
-      }
-    });
+      });
+    }
   }
 });
 
 const Case tags("tags come round: more collectives than there are numbers", [] {
-  Job(3).run([](HostCollectives& transport) {
+  Job(3, Medium::kLinks).run([](Transport& transport) {
     for (int i = 0; i < 1200; ++i) {
       int32_t value = i + transport.rank();
       transport.allreduce({DataType::kInt32, ReduceOp::kSum}, &value, 1);
@@ -186,8 +190,11 @@ const Case tags("tags come round: more collectives than there are numbers", [] {
 
 const Case soak("large reduce_scatter of float64, default sizes", [] {
   constexpr int64_t kCount = 1 << 20;  // 8 MiB
-  for (int ranks : {2, 3}) {
-    Job(ranks, CollectiveSizes{}).run([&](HostCollectives& transport) {
+  for (const auto& [medium, ranks] : {std::pair{Medium::kLinks, 2},
+                                      {Medium::kLinks, 3},
+                                      {Medium::kSharedMemory, 2},
+                                      {Medium::kSharedMemory, 3}}) {
+    Job(ranks, medium, {}, {}).run([&, ranks = ranks](Transport& transport) {
       std::vector<int64_t> counts(ranks, kCount / ranks);
       counts.back() += kCount % ranks;
       std::vector<double> in(kCount), out(counts[transport.rank()]);
