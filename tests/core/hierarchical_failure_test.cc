@@ -101,10 +101,7 @@ std::string failure_of(HostedJob& job, int rank, const Body& body) {
 const Case local_failure("a rank of this host that vanishes fails the local step by name", [] {
   for (int64_t bytes : {kShort, kLong}) {
     HostedJob job(kHosts);
-    job.links[2].reset();  // the last owners are the transports
-    job.transports[2].reset();
-    job.local[2].reset();
-    job.flat[2].reset();
+    job.kill(2);
     check_eq(failure_of(job, 0, [&](Transport& transport) { allreduce(transport, bytes); }),
              std::string("reducing on this host: rank 2 is gone"));
   }
@@ -113,9 +110,7 @@ const Case local_failure("a rank of this host that vanishes fails the local step
 const Case cross_failure("a leader that vanishes fails the step between the hosts by name", [] {
   for (int64_t bytes : {kShort, kLong}) {
     HostedJob job({0, 1, 1});
-    job.links[1].reset();
-    job.transports[1].reset();
-    for (auto* owners : {&job.local, &job.cross, &job.flat}) (*owners)[1].reset();
+    job.kill(1);
     check_eq(failure_of(job, 0, [&](Transport& transport) { allreduce(transport, bytes); }),
              std::string("exchanging between the hosts: rank 1 is gone"));
     check_eq(failure_of(job, 2, [&](Transport& transport) { allreduce(transport, bytes); }),
@@ -125,9 +120,7 @@ const Case cross_failure("a leader that vanishes fails the step between the host
 
 const Case flat_failure("a failure of a flat collective is told as it is", [] {
   HostedJob job({0, 1, 1});
-  job.links[1].reset();
-  job.transports[1].reset();
-  for (auto* owners : {&job.local, &job.cross, &job.flat}) (*owners)[1].reset();
+  job.kill(1);
   check_eq(failure_of(job, 0,
                       [](Transport& transport) {
                         Bytes in(30), out(10);

@@ -58,6 +58,15 @@ struct HostedJob {
         });
   }
 
+  // The rank vanishes without a word: nobody owns its link any more.
+  void kill(int rank) {
+    transports[rank].reset();
+    local[rank].reset();
+    cross[rank].reset();
+    flat[rank].reset();
+    links[rank].reset();
+  }
+
   std::vector<std::shared_ptr<PointToPoint>> links;
   std::vector<std::shared_ptr<HostCollectives>> flat, cross;  // by rank
   std::vector<std::shared_ptr<Transport>> local, transports;
