@@ -5,4 +5,5 @@ rounds.py     how anything is timed: interleaved rounds, the slowest rank counts
 machine.py    where and with what a run took place
 options.py    parsers of comma lists
 charts.py     PNG files, if matplotlib is there
+namespaces.py two hosts simulated on this machine
 """

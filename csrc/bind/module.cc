@@ -181,6 +181,7 @@ void start(int rank, int size, std::vector<std::string> hosts, std::vector<int> 
   configure_log(static_cast<LogLevel>(setting("log_level", int{})),
                 setting("log_hide_time", bool{}));
   std::unique_ptr<Channel> channel;
+  options.planner.hosts = group_of;
   Topology topology{rank, std::move(group_of), std::move(group), nullptr};
   if (size == 1) {
     channel = std::move(make_local_channels(1).front());

@@ -20,9 +20,14 @@ Coordinator::Coordinator(Options options)
 Coordinator::Lane& Coordinator::lane_of(uint32_t process_set) {
   auto it = lanes_.find(process_set);
   if (it == lanes_.end()) {
-    const auto size = static_cast<int>(negotiator_.members(process_set).size());
+    const std::vector<int>& members = negotiator_.members(process_set);
+    Planner::Options planner = options_.planner;
+    planner.hosts.clear();
+    for (int rank : members) {
+      if (!options_.planner.hosts.empty()) planner.hosts.push_back(options_.planner.hosts[rank]);
+    }
     it = lanes_
-             .emplace(process_set, Lane{Planner(size, options_.planner),
+             .emplace(process_set, Lane{Planner(static_cast<int>(members.size()), planner),
                                         SlotWriter(options_.cache_capacity), 0, std::nullopt})
              .first;
   }

@@ -28,7 +28,7 @@ class Coordinator {
   struct Options {
     int size = 1;
     std::vector<std::string> hosts;
-    Planner::Options planner;
+    Planner::Options planner;  // hosts: of all ranks of the job
     std::chrono::microseconds cycle_time{1000};
     uint32_t cache_capacity = 1024;
     std::chrono::milliseconds cause_grace{1500};

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "kernels/reduce_cpu.h"
+#include "kernels/reduce_by_host.h"
 
 namespace hvdtorch {
 namespace {
@@ -64,14 +64,15 @@ std::optional<Launch> Planner::add(Decision decision) {
           desc.dtype, desc.op, desc.prescale, desc.postscale,
           average_divisor(size_, agreement.absent, options_.average_over_active)};
       std::vector<const void*> sources;
+      std::vector<int> hosts;
       for (size_t i = 0; i < payloads.size(); ++i) {
         if (!std::binary_search(agreement.absent.begin(), agreement.absent.end(), i)) {
           sources.push_back(payloads[i].data());
+          hosts.push_back(options_.hosts.empty() ? 0 : options_.hosts[i]);
         }
       }
       item.result.resize(static_cast<size_t>(desc.bytes()));
-      reduce(reduction, item.result.data(), sources.data(), static_cast<int>(sources.size()),
-             desc.numel());
+      reduce_by_host(reduction, item.result.data(), sources, hosts, desc.numel());
     }
     inlined.absent = agreement.absent;  // the members of a group were submitted by the same ranks
     inlined.items.push_back(std::move(item));

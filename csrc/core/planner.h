@@ -18,8 +18,8 @@ namespace hvdtorch {
 // Note [Inline]
 // A tensor of at most `inline_limit` bytes (a loss, a metric, a bias) is cheaper to send along
 // with its Ready than to announce. When every rank's payload arrived, the coordinator computes the
-// result in rank order with the same kernels as the transports and the log entry carries it: one
-// round trip, no data transport. A barrier is the case of no bytes at all.
+// result with the same kernels as the transports, in the same order, and the log entry carries it:
+// one round trip, no data transport. A barrier is the case of no bytes at all.
 //
 // A larger one is still faster that way when it is alone, since a transfer takes more steps; but
 // many at a time would all pass through rank 0 instead of being fused. So a rank has two limits,
@@ -50,8 +50,10 @@ class Planner {
     int64_t fusion_threshold = 0;      // bytes; 0 turns fusion off
     bool group_fusion = true;          // false: a group is fused with nothing but itself
     bool average_over_active = false;  // see average_divisor()
+    // By rank of the set: equal for ranks on one host. Empty: all are.
+    std::vector<int> hosts = {};
   };
-  Planner(int size, Options options) : size_(size), options_(options) {}
+  Planner(int size, Options options) : size_(size), options_(std::move(options)) {}
 
   // Takes an agreement (no error). What needs no data transport (inline results, which are computed
   // here, and barriers) is returned: it is due at once.

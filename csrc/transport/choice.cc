@@ -5,6 +5,7 @@
 #include <mutex>
 #include <utility>
 
+#include "transport/hierarchical.h"
 #include "transport/host_collectives.h"
 #include "transport/memory_link.h"
 #include "transport/sub_link.h"
@@ -37,6 +38,9 @@ class Keys {
   std::map<std::pair<uint32_t, std::vector<int>>, uint64_t> made_;
 };
 
+// The links that a process set may use at the same time.
+enum Level : uint32_t { kFlat, kCross, kLevels };
+
 class Choice {
  public:
   Choice(Topology topology, SharedMemoryOptions shared)
@@ -53,11 +57,31 @@ class Choice {
         std::includes(neighbours_.begin(), neighbours_.end(), ranks.begin(), ranks.end())) {
       return local(process_set, ranks);
     }
-    return std::make_shared<HostCollectives>(make_sub_link(
-        topology_.network, ranks, static_cast<int>(process_set), HostCollectives::kTags));
+    auto flat = remote(process_set, kFlat, ranks);
+    std::map<int, std::vector<int>> by_group;
+    std::vector<int> groups, leaders;
+    for (int rank : ranks) {
+      groups.push_back(topology_.group_of[static_cast<size_t>(rank)]);
+      std::vector<int>& members = by_group[groups.back()];
+      if (members.empty()) leaders.push_back(rank);
+      members.push_back(rank);
+    }
+    if (leaders.size() == ranks.size()) return flat;
+    const std::vector<int>& here = by_group[topology_.group_of[static_cast<size_t>(topology_.rank)]];
+    const bool leads = here.front() == topology_.rank;
+    return make_hierarchical(groups, make(process_set, here),
+                             leads ? remote(process_set, kCross, leaders) : nullptr,
+                             std::move(flat));
   }
 
  private:
+  std::shared_ptr<HostCollectives> remote(uint32_t process_set, Level level,
+                                          const std::vector<int>& ranks) {
+    const auto channel = static_cast<int>(process_set * kLevels + level);
+    return std::make_shared<HostCollectives>(
+        make_sub_link(topology_.network, ranks, channel, HostCollectives::kTags));
+  }
+
   std::shared_ptr<Transport> local(uint32_t process_set, const std::vector<int>& ranks) {
     std::vector<int> members;  // of the group
     for (int rank : ranks) {

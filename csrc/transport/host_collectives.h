@@ -16,6 +16,8 @@
 
 namespace hvdtorch {
 
+struct StagedAllreduce;  // transport/staged_allreduce.h
+
 // Sizes at which algorithms change, in bytes. All ranks must use the same. Chosen by measuring
 // against Gloo's own allreduce, 2 ranks on 2 cores: smaller chunks cost more thread switches than
 // their overlap saves, larger ones fall out of the cache.
@@ -52,6 +54,9 @@ class HostCollectives : public Transport {
                       const std::vector<int64_t>& counts) override;
   void barrier() override;
   void abort(const std::string& why) noexcept override;
+
+  // Like allreduce(), of data that becomes ready and is wanted piece by piece.
+  void allreduce_in_stages(const StagedAllreduce& work);
 
  private:
   // Keeps who is to be aborted, and the reason once there is one.

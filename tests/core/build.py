@@ -32,6 +32,7 @@ SOURCES = (
     "tests/core/*_test.cc",
     "tests/core/*_reference.cc",
     "tests/core/allocations.cc",
+    "tests/core/collective_checks.cc",
     "tests/core/simulated_ranks.cc",
     "tests/core/fuzz_*.cc",
 )

@@ -197,8 +197,9 @@ std::string bytes_of(const std::vector<T>& values) {
 // What a decision of these payloads, one for each rank of the set, leads to.
 LaunchItem inlined(const OpDesc& d, std::vector<std::string> payloads,
                    std::vector<int64_t> numbers = {}, std::vector<int> absent = {},
-                   bool average_over_active = false) {
+                   bool average_over_active = false, std::vector<int> hosts = {}) {
   auto options = up_to(1000);
+  options.hosts = std::move(hosts);
   options.average_over_active = average_over_active;
   Planner planner(static_cast<int>(payloads.size()), options);
   Decision decision;
@@ -226,6 +227,18 @@ const Case inline_reductions("an inline allreduce is exact, by the rules of its 
   check_eq(inlined(d, {bytes_of<float>({1}), bytes_of<float>({2}), bytes_of<float>({4})}).result,
            bytes_of<float>({14}));
   check_eq(inlined(allreduce_of("empty", {0}), {"", ""}).result, "");
+});
+
+const Case inline_by_host("an inline allreduce is associated by host, without absent ranks", [] {
+  const OpDesc d = allreduce_of("x", {1});
+  // 2^24 swallows a 1 that comes alone.
+  const float large = 0x1p24f;
+  const std::vector<std::string> payloads = {bytes_of<float>({large}), bytes_of<float>({1}),
+                                             bytes_of<float>({1}), bytes_of<float>({1})};
+  check_eq(inlined(d, payloads).result, bytes_of<float>({large}));
+  check_eq(inlined(d, payloads, {}, {}, false, {0, 1, 1, 0}).result, bytes_of<float>({large + 2}));
+  check_eq(inlined(d, payloads, {}, {3}, false, {0, 1, 1, 0}).result, bytes_of<float>({large + 2}));
+  check_eq(inlined(d, payloads, {}, {2}, false, {0, 1, 1, 0}).result, bytes_of<float>({large}));
 });
 
 const Case inline_others("inline broadcast, allgather and barrier", [] {

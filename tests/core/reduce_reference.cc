@@ -138,7 +138,7 @@ void reduce_complex(const Reduction& reduction, const std::vector<const uint8_t*
 
 // All finite, non-negative values of a format by code, and one more: where the next would be.
 const std::vector<double>& magnitudes(DataType dtype) {
-  static std::map<DataType, std::vector<double>> known;
+  thread_local std::map<DataType, std::vector<double>> known;
   std::vector<double>& values = known[dtype];
   if (values.empty()) {
     const FloatFormat& format = format_of(dtype);

@@ -8,14 +8,13 @@
 #include <vector>
 
 #include "check.h"
+#include "collective_checks.h"
 #include "shared/host_group.h"
 #include "transport/host_collectives.h"
 #include "transport/memory_link.h"
 #include "transport/shared_memory.h"
 
 namespace hvdtorch::test {
-
-using Bytes = std::vector<uint8_t>;
 
 enum class Medium { kLinks, kSharedMemory };
 inline constexpr Medium kMedia[] = {Medium::kLinks, Medium::kSharedMemory};
