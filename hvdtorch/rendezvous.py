@@ -29,6 +29,7 @@ from hvdtorch.log import logger
 
 # Settings that decide what travels and in which order: rank 0's count for all.
 SHARED_SETTINGS = (
+    "bucket_size",
     "fusion_threshold",
     "cycle_time",
     "cache_capacity",

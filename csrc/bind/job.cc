@@ -3,10 +3,15 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <new>
 #include <numeric>
 #include <stdexcept>
 
+#include "core/planner.h"
 #include "kernels/reduce_cpu.h"
 
 namespace hvdtorch {
@@ -172,10 +177,20 @@ Submitted Job::submit(Request request) {
     if (tensor != nullptr) {
       submitted.members.push_back(attach(*operation, *tensor, request.in_place));
     }
+    if (request.finish) operation->finish = request.finish;
     submitted.operations.push_back(std::move(operation));
   }
   runtime.submit(submitted.operations);
   return submitted;
+}
+
+std::shared_ptr<std::byte> Job::allocate(int64_t bytes) {
+  const auto size = static_cast<size_t>((bytes + kAlignment - 1) / kAlignment * kAlignment);
+  auto* data = static_cast<std::byte*>(std::aligned_alloc(kAlignment, std::max<size_t>(size, kAlignment)));
+  if (data == nullptr) throw std::bad_alloc();
+  std::shared_ptr<std::byte> block(data, [](std::byte* bytes) { std::free(bytes); });
+  std::memset(data, 0, size);
+  return block;
 }
 
 void Job::renumber() {

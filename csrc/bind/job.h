@@ -4,7 +4,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -37,6 +39,7 @@ struct Request {
   std::vector<int64_t> splits;
   uint32_t process_set = 0;
   std::string site;
+  std::function<void()> finish;  // runs when the result is in place, before completion
 };
 
 class Job {
@@ -50,6 +53,9 @@ class Job {
 
   // Throws std::invalid_argument for what this rank alone can see is wrong.
   Submitted submit(Request request);
+
+  // Zeroed memory for tensors that are reduced in place again and again; at a multiple of 64 bytes.
+  std::shared_ptr<std::byte> allocate(int64_t bytes);
 
   // After a join, at which the ranks may have made different numbers of calls: unnamed operations
   // get names that are equal on all ranks again.
