@@ -203,8 +203,8 @@ class Config:
         kind=COUNT,
         default=1 << 20,
         unit="bytes",
-        help="Gradients of a DistributedOptimizer are reduced in buckets of about this size; larger "
-        "ones alone; 0 = each alone.",
+        help="Size of the buckets in which DistributedOptimizer reduces gradients; those that are "
+        "as large, alone; 0 = each alone.",
     )
     cycle_time: float = setting(
         "CYCLE_TIME",

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import _C, basics
 from .gradient_groups import Group, Meeting, Slot
-from .gradient_launches import CLEAN, LAUNCHED, SPARSE, TWICE, WAITING, Launches
+from .gradient_launches import CLEAN, LAUNCHED, SPARSE, TWICE, Launches
 from .operation import ALLREDUCE, MIN
 
 _submit = _C.submit
@@ -46,14 +46,22 @@ _DTYPES = frozenset(
 class JointBucket:
     """Slots of one group whose gradients are reduced in one piece."""
 
-    __slots__ = ("adopted", "group", "indices", "native", "process_set", "slots", "strides")
+    __slots__ = (
+        "adopted",
+        "group",
+        "indices",
+        "native",
+        "operation",
+        "process_set",
+        "slots",
+        "strides",
+    )
 
-    def __init__(
-        self, slots: list[Slot], strides: dict[Slot, list[int]], process_set: int
-    ) -> None:
+    def __init__(self, slots: list[Slot], strides: dict[Slot, list[int]], process_set: int) -> None:
         group = slots[0].group
         first, last, count = slots[0], slots[-1], len(slots)
-        name = f"allreduce.{first.name}..{last.name} ({count} gradients)"
+        together = f"allreduce.{first.name}..{last.name} ({count} gradients)"
+        self.operation = together if count > 1 else first.operation
         self.group = group
         self.slots = slots
         self.indices = [slot.index for slot in slots]
@@ -66,7 +74,7 @@ class JointBucket:
             sizes=[list(slot.shape) for slot in slots],
             strides=[strides[slot] for slot in slots],
             dtype=first.dtype,
-            name=first.operation if count == 1 else name,
+            name=self.operation,
             reduce_op=group.settings.op,
             prescale=group.prescale,
             postscale=group.postscale,

@@ -264,21 +264,22 @@ def gather(name: str, tensor: Tensor, process_set: int) -> _C.Handle:
     )
 
 
-def first_difference(texts: Sequence[str], process_set: ProcessSet) -> Meeting[str]:
-    """Called on all ranks of the set, when they do not agree: says what differs first, the same on
-    all of them."""
-    ranks = process_set.ranks or []
-    own = [str(ranks[process_set.rank() or 0]), *texts]
-    text = bytearray(json.dumps(own).encode() + b"\0")
-    handle = gather(
-        "hvdtorch.gradient_layout",
-        torch.frombuffer(text, dtype=torch.uint8),
-        process_set.process_set_id or 0,
-    )
+def exchange(texts: Sequence[str], name: str, process_set: ProcessSet) -> Meeting[list[list[str]]]:
+    """What every rank that takes part has to say, in the order of ranks."""
+    own = bytearray(json.dumps(texts).encode() + b"\0")
+    handle = gather(name, torch.frombuffer(own, dtype=torch.uint8), process_set.process_set_id or 0)
     yield handle
     handle.wait()
     everyones = handle.outputs()[0].numpy().tobytes().split(b"\0")[:-1]
-    (first, *mine), *others = map(json.loads, everyones)
+    return [json.loads(each) for each in everyones]
+
+
+def first_difference(texts: Sequence[str], process_set: ProcessSet) -> Meeting[str]:
+    """Called on all ranks of the set, when they do not agree: says what differs first, the same on
+    all of them."""
+    rank = str((process_set.ranks or [])[process_set.rank() or 0])
+    everyones = yield from exchange([rank, *texts], "hvdtorch.gradient_layout", process_set)
+    (first, *mine), *others = everyones
     for rank, *theirs in others:
         for index in range(max(len(mine), len(theirs))):
             here, there = (

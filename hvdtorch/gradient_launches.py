@@ -37,7 +37,7 @@ from torch import Tensor
 
 from . import _C
 from .exceptions import HorovodInternalError
-from .gradient_groups import Bucket, Group, Meeting, Slot, readable
+from .gradient_groups import Bucket, Group, Meeting, Slot, exchange, readable
 from .operation import ALLREDUCE
 from .process_sets import ProcessSet
 
@@ -62,6 +62,8 @@ class Launches:
         self._process_set = process_set
         self._changed = changed  # to be called when the joint buckets fit no longer
         self.joint: list[JointBucket] = []
+        self.former: list[JointBucket] = []  # those before the last change
+        self.former: list[JointBucket] = []  # those before the last change
         self.positions = 0  # given to gradients as they became ready
         self.asides: list[Slot] = []  # slots whose `aside` is, or was, in use
         self.held_back = True  # nothing is launched: the ranks have yet to agree about the groups
@@ -112,9 +114,41 @@ class Launches:
         """Let go of the joint buckets, but not of what they have in flight."""
         self.adopt()
         for bucket in self.joint:
+            bucket.native.retire()
             for slot in bucket.slots:
                 slot.joint = None
-        self.joint = []
+        if self.joint:
+            self.former, self.joint = self.joint, []
+
+    def finish_joint(self) -> Meeting[None]:
+        """After a disagreement: complete on all ranks what some have launched in joint buckets.
+
+        What is in flight alone can wait until the ranks agree, but then buckets will be others.
+        Gradients that were in flight count as left over all the same.
+        """
+        buckets = {bucket.operation: bucket for bucket in (*self.former, *self.joint)}
+        running = [name for name, bucket in buckets.items() if bucket.native.in_flight]
+        texts = [str(len(running)), *running, *buckets]
+        everyones = yield from exchange(texts, "hvdtorch.gradient_buckets", self._process_set)
+        known = set(buckets)
+        wanted: set[str] = set()
+        for count, *names in everyones:
+            wanted.update(names[: int(count)])
+            known &= set(names[int(count) :])
+        for name in sorted(wanted & known):
+            bucket = buckets[name]
+            if bucket.native.in_flight:
+                self._dropped.update(dict.fromkeys(bucket.slots))
+            else:
+                bucket.native.launch_zeros()
+            handle = bucket.native.handle()
+            yield handle
+            handle.wait()
+            bucket.native.land()
+            bucket.adopted = False
+            for slot in bucket.slots:
+                slot.settle()
+        self._in_flight = [slot for slot in self._in_flight if slot.handle is not None]
 
     def number(self) -> int:
         """The process set's, as the core knows it. TypeError if it is not registered."""
@@ -140,11 +174,11 @@ class Launches:
         self.adopt()
         if not keep:
             self._in_flight = []
+            self._dropped = {}
             for bucket in self.joint:
                 bucket.native.abandon()
                 bucket.adopted = False
         self._entered = []
-        self._dropped = {}
         self.asides = []
 
     def forget(self, groups: Sequence[Group]) -> None:

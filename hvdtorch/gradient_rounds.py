@@ -119,9 +119,10 @@ class Rounds:
                 self.launches.launch_held_back(group)
             announcement = yield from self._announce(left)
         if announcement is None:
-            texts = self._texts()
+            text = yield from first_difference(self._texts(), self._process_set)
+            yield from self.launches.finish_joint()
             self.groups_changed()
-            raise HorovodInternalError((yield from first_difference(texts, self._process_set)))
+            raise HorovodInternalError(text)
         due, dead, offset = [], [], _HEADER
         for group in self.groups:
             end = offset + 1 + len(group.slots)
@@ -256,7 +257,7 @@ class Rounds:
                 fresh += [s for s in group.outside if WAITING <= marks[s.index] <= TWICE]
         if fresh:
             yield from arrange(fresh, self.launches)
-            self._check = None
+            self.launches.former, self._check = [], None
 
     def _drop_unused(self) -> None:
         if self.groups:

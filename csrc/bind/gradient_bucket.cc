@@ -5,6 +5,7 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -69,7 +70,9 @@ GradientBucket::GradientBucket(std::vector<std::shared_ptr<GradientSlot>> slots,
   recount();
 }
 
-GradientBucket::~GradientBucket() {
+GradientBucket::~GradientBucket() { retire(); }
+
+void GradientBucket::retire() {
   for (Member& member : members_) {
     if (member.slot->bucket == this) member.slot->bucket = nullptr;
   }
@@ -78,6 +81,15 @@ GradientBucket::~GradientBucket() {
 void GradientBucket::recount() {
   missing_ = 0;
   for (const Member& member : members_) missing_ += member.slot->mark() != kWaiting;
+}
+
+bool GradientBucket::in_order(const Member& member) {
+  int64_t expected = 1;
+  for (size_t i = member.sizes.size(); i-- > 0;) {
+    if (member.sizes[i] != 1 && member.strides[i] != expected) return false;
+    expected *= member.sizes[i];
+  }
+  return true;
 }
 
 bool GradientBucket::fits(const Member& member, const at::Tensor& gradient) const {
@@ -196,25 +208,17 @@ at::Tensor GradientBucket::operand_of_one(std::vector<size_t>& loose) {
       operand.zero_();
     }
   }
-  if (operand.is_contiguous()) return operand;
+  // Else flat, in the order of its memory. The agreed strides decide, the same on all ranks.
+  if (in_order(member)) return operand;
   return at::as_strided(operand, {member.numel}, {1}, operand.storage_offset());
 }
 
 void GradientBucket::launch() {
   std::vector<size_t> loose;
-  Request request;
-  request.kind = OpKind::kAllreduce;
-  request.name = reduction_.name;
-  request.tensors = {members_.size() > 1 ? gather(loose) : operand_of_one(loose)};
-  request.in_place = true;
-  request.op = reduction_.op;
-  request.prescale = reduction_.prescale;
-  request.postscale = reduction_.postscale;
-  request.process_set = reduction_.process_set;
-  request.site = GradientHooks::site();
+  at::Tensor operand = members_.size() > 1 ? gather(loose) : operand_of_one(loose);
+  std::function<void()> finish;
   if (!loose.empty()) {
     const at::NoGradGuard no_grad;
-    const at::Tensor& operand = request.tensors.front();
     std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // from, to
     for (size_t i : loose) {
       const Member& member = members_[i];
@@ -222,21 +226,43 @@ void GradientBucket::launch() {
                                          operand.storage_offset() + member.offset),
                           member.gradient.tensor_data());
     }
-    request.finish = [copies = std::move(copies)] {
+    finish = [copies = std::move(copies)] {
       const at::NoGradGuard no_grad;
       for (const auto& [from, to] : copies) to.copy_(from);
     };
   }
+  submit(std::move(operand), std::move(finish));
+  ++launches_;
+  for (const Member& member : members_) {
+    member.slot->mark() = kLaunched;
+    member.slot->fresh = false;
+  }
+}
+
+void GradientBucket::launch_zeros() {
+  at::Tensor operand = members_.size() > 1 ? at::zeros({numel_}, options_of(type_))
+                                           : at::zeros(members_.front().sizes, options_of(type_));
+  if (members_.size() == 1 && !in_order(members_.front())) operand = operand.flatten();
+  submit(std::move(operand), nullptr);
+}
+
+void GradientBucket::submit(at::Tensor operand, std::function<void()> finish) {
+  Request request;
+  request.kind = OpKind::kAllreduce;
+  request.name = reduction_.name;
+  request.tensors = {std::move(operand)};
+  request.in_place = true;
+  request.op = reduction_.op;
+  request.prescale = reduction_.prescale;
+  request.postscale = reduction_.postscale;
+  request.process_set = reduction_.process_set;
+  request.site = GradientHooks::site();
+  request.finish = std::move(finish);
   try {
     submitted_ = Job::instance().submit(std::move(request));
   } catch (...) {
     land();
     throw;
-  }
-  ++launches_;
-  for (const Member& member : members_) {
-    member.slot->mark() = kLaunched;
-    member.slot->fresh = false;
   }
 }
 

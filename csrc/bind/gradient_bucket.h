@@ -6,14 +6,15 @@
 // pass, unless somebody still looks at a gradient of this one: then the bucket takes other memory.
 // A bucket of a single gradient needs none: it reduces the gradient where autograd has put it.
 //
-// Where `.grad` cannot be replaced (the user holds it, or it has a graph of its own), its values are
-// copied into the place and the result is copied back; such a gradient is called loose here.
+// Where `.grad` cannot be replaced (the user holds it, or it has a graph of its own), its values
+// are copied into the place and the result is copied back; such a gradient is called loose here.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -68,6 +69,12 @@ class GradientBucket {
   // Throws what Job::submit throws.
   void launch();
 
+  // Takes part with zeros, and touches no gradient.
+  void launch_zeros();
+
+  // No gradient is for this bucket any more; what is in flight stays so.
+  void retire();
+
   bool in_flight() const noexcept { return submitted_.has_value(); }
   const Submitted& submitted() const { return submitted_.value(); }
   // What the operation in flight reduces; undefined where it was given zeros.
@@ -95,10 +102,13 @@ class GradientBucket {
     const at::Tensor& grad() const;
   };
 
+  // Whether the agreed strides are those of a contiguous tensor.
+  static bool in_order(const Member& member);
   bool fits(const Member& member, const at::Tensor& gradient) const;
   static bool placed(const Member& member, const at::Tensor& gradient);
   bool must_move() const;
   void take_memory();
+  void submit(at::Tensor operand, std::function<void()> finish);
   bool put(const Member& member, at::Tensor& gradient) const;
   at::Tensor gather(std::vector<size_t>& loose);
   at::Tensor operand_of_one(std::vector<size_t>& loose);

@@ -159,10 +159,10 @@ void GradientHooks::after(GradientSlot& slot) {
 void GradientHooks::ask_python(PyObject* function, const GradientSlot& slot) {
   const pybind11::gil_scoped_acquire gil;
   PyObject* group = PyObject_CallNoArgs(group_);
-  PyObject* result = group == nullptr || group == Py_None
-                         ? Py_XNewRef(group)
-                         : PyObject_CallFunction(function, "On", group,
-                                                 static_cast<Py_ssize_t>(slot.index));
+  PyObject* result =
+      group == nullptr || group == Py_None
+          ? Py_XNewRef(group)
+          : PyObject_CallFunction(function, "On", group, static_cast<Py_ssize_t>(slot.index));
   Py_XDECREF(group);
   if (result == nullptr) {
     python_error error;  // how torch carries a Python exception through the engine

@@ -186,7 +186,8 @@ Submitted Job::submit(Request request) {
 
 std::shared_ptr<std::byte> Job::allocate(int64_t bytes) {
   const auto size = static_cast<size_t>((bytes + kAlignment - 1) / kAlignment * kAlignment);
-  auto* data = static_cast<std::byte*>(std::aligned_alloc(kAlignment, std::max<size_t>(size, kAlignment)));
+  auto* data =
+      static_cast<std::byte*>(std::aligned_alloc(kAlignment, std::max<size_t>(size, kAlignment)));
   if (data == nullptr) throw std::bad_alloc();
   std::shared_ptr<std::byte> block(data, [](std::byte* bytes) { std::free(bytes); });
   std::memset(data, 0, size);

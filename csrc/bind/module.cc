@@ -170,7 +170,8 @@ void start(int rank, int size, std::vector<std::string> hosts, std::vector<int> 
       });
 }
 
-std::unique_ptr<GradientBucket> make_bucket(GradientHooks& hooks, const std::vector<size_t>& members,
+std::unique_ptr<GradientBucket> make_bucket(GradientHooks& hooks,
+                                            const std::vector<size_t>& members,
                                             std::vector<std::vector<int64_t>> sizes,
                                             std::vector<std::vector<int64_t>> strides,
                                             at::ScalarType type, std::string name, int reduce_op,
@@ -210,10 +211,12 @@ void bind_gradients(py::module_& m) {
       py::arg("before"), py::arg("after"));
   py::class_<GradientBucket>(m, "GradientBucket")
       .def(py::init(&make_bucket), py::arg("hooks"), py::arg("members"), py::arg("sizes"),
-           py::arg("strides"), py::arg("dtype"), py::arg("name"), py::arg("reduce_op"), py::arg("prescale"),
-           py::arg("postscale"), py::arg("process_set"))
+           py::arg("strides"), py::arg("dtype"), py::arg("name"), py::arg("reduce_op"),
+           py::arg("prescale"), py::arg("postscale"), py::arg("process_set"))
       .def("offer", &GradientBucket::offer, py::arg("member"))
       .def("launch", &GradientBucket::launch)
+      .def("launch_zeros", &GradientBucket::launch_zeros)
+      .def("retire", &GradientBucket::retire)
       .def("handle", [](const GradientBucket& bucket) { return Handle(bucket.submitted()); })
       .def("gradients", &GradientBucket::gradients)
       .def("land", &GradientBucket::land)
