@@ -12,11 +12,11 @@ PYTEST_ARGS ?=
 
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq  # errors only
-EXTRAS := build demo test lint docs
+EXTRAS := build demo test lint docs bench
 TORCH_STAMP := $(VENV)/.stamp-torch-$(shell printf '%s' '$(TORCH)' | tr -c 'A-Za-z0-9.' '_')
 NATIVE := setup.py pyproject.toml hvdtorch/version.py \
           $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu')
-CXX_FILES := $(shell find csrc tests -name '*.cc' -o -name '*.h' -o -name '*.cu')
+CXX_FILES := $(shell find csrc tests benchmarks -name '*.cc' -o -name '*.h' -o -name '*.cu')
 DEMO_OUT := out/digits
 
 .PHONY: help demo test lint format docs bench build clean distclean
@@ -27,7 +27,7 @@ help:
 	@echo "make lint    ruff, mypy, clang-format"
 	@echo "make format  let ruff and clang-format rewrite the files"
 	@echo "make docs    the documentation, into site/"
-	@echo "make bench   collectives beside torch.distributed"
+	@echo "make bench   collectives, training steps and the control plane, into out/bench (15 minutes)"
 	@echo "make build   the environment and the native core only"
 	@echo "make clean   remove what was built; make distclean: .venv too"
 
@@ -94,8 +94,17 @@ docs: $(VENV)/.stamp-tools
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
 	@echo "documentation: site/index.html"
 
+# Beside Horovod too: make bench HOROVOD_PYTHON=... (docs/benchmarks.md says how to get one).
+WITH_HOROVOD = $(if $(HOROVOD_PYTHON),$(COMMA)horovod-gloo$(COMMA)horovod-mpi --horovod-python $(HOROVOD_PYTHON))
+COMMA := ,
+BENCH_OUT := out/bench
+outputs = --json $(BENCH_OUT)/$(1).json --plot $(BENCH_OUT)/$(1).png
+
 bench: build
-	@$(BIN)/python benchmarks/collectives.py --np 2
+	@mkdir -p $(BENCH_OUT)
+	@$(BIN)/python benchmarks/collectives.py --goals --peers hvdtorch-arena,gloo$(WITH_HOROVOD) $(call outputs,collectives)
+	@$(BIN)/python benchmarks/training.py --peers ddp-gloo$(WITH_HOROVOD) $(call outputs,training)
+	@$(BIN)/python benchmarks/control_plane.py $(call outputs,control_plane)
 
 clean:
 	rm -rf build dist out site *.egg-info hvdtorch/_C.*.so .mypy_cache .ruff_cache .pytest_cache

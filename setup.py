@@ -34,7 +34,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 OLDEST_TORCH = (2, 11)
-ALWAYS_FOLDERS = ("core", "channel", "transport", "kernels", "bind")
+ALWAYS_FOLDERS = ("core", "channel", "shared", "transport", "kernels", "bind")
 MEMORY_PER_JOB = 1.5 * 2**30  # a file that includes torch's headers takes this much
 
 # The ninja of this Python before another on the machine, also when its environment is inactive.

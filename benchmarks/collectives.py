@@ -4,6 +4,7 @@
     python benchmarks/collectives.py --np 2 --sizes 4B,64KiB,4MiB --dtypes float32,bfloat16
     python benchmarks/collectives.py --np 2 --many 160x4KB,160x100KB --sizes none
     python benchmarks/collectives.py --np 4 --collectives allgather,broadcast,alltoall
+    python benchmarks/collectives.py --goals --peers gloo,horovod-mpi --horovod-python PATH
     hvdrun -np 2 python benchmarks/collectives.py --json out.json
     torchrun --nproc-per-node 2 benchmarks/collectives.py
 
@@ -15,75 +16,117 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from collective_bench import cases, report
+from bench_tools import ranks
+from bench_tools.machine import head, head_lines
+from bench_tools.options import (
+    add_horovod_python,
+    add_outputs,
+    check_needs,
+    listed,
+    one_of,
+)
+from collective_bench import cases, goals, peers, report
 from collective_bench.cases import Case
 from collective_bench.measure import Bench
-from collective_bench.peers import PEERS, Hvdtorch, Peer
+from collective_bench.peers import Hvdtorch, Peer
 
 SIZES = "4B,1KiB,4KiB,32KiB,64KiB,256KiB,1MiB,4MiB,64MiB"  # of allreduce
 FEW_SIZES = "4KiB,1MiB"  # of every other collective
-THREADS = 1  # per rank, of torch's own operators: ranks share the cores
 
 
 def main(arguments: Sequence[str]) -> int:
     """0 if all results were right, 1 if not (goals missed are reported, and no failure)."""
     options = parse(arguments)
-    if "RANK" not in os.environ:
-        start_ranks(options.np, arguments)
-    torch.set_num_threads(THREADS)
-    dist.init_process_group("gloo")  # for barriers and counts only
-    peers: list[Peer] = [Hvdtorch(), *(PEERS[name]() for name in options.peers)]
-    for peer in peers:
-        peer.setup()
-    try:
-        return run(options, peers)
-    finally:
-        for peer in peers:
-            peer.close()
-        dist.destroy_process_group()
+    if not ranks.under_launcher():
+        ranks.start(Path(__file__), options.np, arguments)
+    with ranks.connected() as say, ExitStack() as leaving:
+        measured, skipped = present(options)
+        for peer in measured:
+            peer.setup()
+            leaving.callback(peer.close)
+        return run(options, measured, skipped, say)
 
 
-def run(options: argparse.Namespace, peers: Sequence[Peer]) -> int:
+def present(options: argparse.Namespace) -> tuple[list[Peer], list[str]]:
+    """The peers that can be measured here, hvdtorch first, and a line for each that cannot."""
+    measured: list[Peer] = [Hvdtorch()]
+    skipped = []
+    for name, make in peers.makers(options.peers, options.horovod_python).items():
+        reason = peers.PEERS[name].missing() if name in peers.PEERS else None
+        if reason is None:
+            measured.append(make())
+        else:
+            skipped.append(f"{name}: not measured, {reason}")
+    return measured, skipped
+
+
+def run(
+    options: argparse.Namespace, measured: Sequence[Peer], skipped: Sequence[str], say: Any
+) -> int:
     """Measure every case; rank 0 prints each as it is done, then the goals."""
-    say = print if dist.get_rank() == 0 else lambda *_, **__: None
-    head = describe(peers)
-    say(f"# {head['command']}")
-    say("# " + ", ".join(f"{key} {value}" for key, value in head["machine"].items()))
-    if head["machine"]["load"] > head["machine"]["cores"] / 2:
-        say("# this machine is busy with something else: times, and p99 above all, mean little")
-    for name, version in head["peers"].items():
+    size = dist.get_world_size()
+    document: dict[str, Any] = head("collectives") | {
+        "np": size,
+        "threads": ranks.THREADS,
+        "peers": {peer.name: peer.version() for peer in measured},
+    }
+    for line in head_lines(document):
+        say(line)
+    for name, version in document["peers"].items():
         say(f"# {name}: {version}")
-    say(f"# {head['np']} ranks, {head['threads']} thread per rank; ratio: peer / hvdtorch")
+    for line in skipped:
+        say(f"# {line}")
+    say(f"# {size} ranks, {ranks.THREADS} thread per rank; ratio: peer / hvdtorch")
     say(report.heading(), flush=True)
-    bench = Bench(peers, options.iterations, options.seconds)
+    bench = Bench(measured, options.iterations, options.seconds)
     rows: list[report.Row] = []
-    for case in make_cases(options, dist.get_world_size()):
+    for case in make_cases(options, size):
         fresh = report.rows_of(case, bench.measure(case))
         rows += fresh
         say("\n".join(row.line() for row in fresh), flush=True)
     wrong = sum(row.wrong for row in rows)
     say(f"\nresults: {'all right' if wrong == 0 else f'{wrong} WRONG elements'}")
-    for verdict in report.verdicts(rows):
+    judged = goals.verdicts(rows, size)
+    for verdict in judged:
         say(verdict.line())
-    if options.json and dist.get_rank() == 0:
-        report.write_json(options.json, head, rows)
-        say(f"written: {options.json}")
+    document["rows"] = [asdict(row) for row in rows]
+    document["goals"] = [asdict(verdict) | {"met": verdict.met} for verdict in judged]
+    if dist.get_rank() == 0:
+        write(options, document)
     return 1 if wrong else 0
+
+
+def write(options: argparse.Namespace, document: dict[str, Any]) -> None:
+    """The files that the options name."""
+    if options.json:
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        print(f"written: {options.json}")
+    if options.plot:
+        from collective_bench import plot
+
+        plot.draw(document, options.plot)
+        print(f"drawn: {options.plot}")
 
 
 def make_cases(options: argparse.Namespace, size: int) -> list[Case]:
     """All cases the options ask for: one tensor first, then many at once. Only some collectives
     have an op, and only allreduce is measured on many tensors."""
+    if options.goals:
+        widest = Case("allreduce", 2 * goals.COUNT, "bfloat16", "sum", size)
+        few = [Case("allreduce", nbytes, "float32", "sum", size) for nbytes in goals.SIZES]
+        many = [Case("allreduce", n, "float32", "sum", size, tensors) for tensors, n in goals.MANY]
+        return [*few, widest, *many]
     single = [
         Case(collective, nbytes, dtype, op, size)
         for collective in options.collectives
@@ -110,51 +153,7 @@ def sizes_of(collective: str, options: argparse.Namespace) -> list[int]:
     return listed(cases.parse_bytes)(SIZES if collective == "allreduce" else FEW_SIZES)
 
 
-def describe(peers: Sequence[Peer]) -> dict[str, Any]:
-    """What a reader must know to judge or repeat the run."""
-    return {
-        "benchmark": "collectives",
-        "command": " ".join(["collectives.py", *sys.argv[1:]]),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": report.machine(),
-        "np": dist.get_world_size(),
-        "threads": THREADS,
-        "peers": {peer.name: peer.version() for peer in peers},
-    }
-
-
-def start_ranks(count: int, arguments: Sequence[str]) -> NoReturn:
-    """Become torchrun with `count` ranks of this script (its output carries no prefixes)."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    # After "--" or torchrun takes our --np for a short form of its own option.
-    command += ["--nproc-per-node", str(count), "--", str(Path(__file__).resolve()), *arguments]
-    os.execve(command[0], command, os.environ | {"OMP_NUM_THREADS": str(THREADS)})
-
-
 # ---- options ----
-
-
-def listed(parse_one: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """Comma list of what `parse_one` takes; "none" is the empty list."""
-
-    def parse_all(text: str) -> list[Any]:
-        try:
-            return [] if text == "none" else [parse_one(part) for part in text.split(",")]
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parse_all
-
-
-def one_of(names: Sequence[str]) -> Callable[[str], str]:
-    """A parser of one name."""
-
-    def parse_one(text: str) -> str:
-        if text not in names:
-            raise ValueError(f"{text!r} is none of {', '.join(names)}")
-        return text
-
-    return parse_one
 
 
 def parse_many(text: str) -> tuple[int, int]:
@@ -203,14 +202,21 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help=f"of {' and '.join(cases.REDUCING)}: comma list of sum, average (sum)",
     )
     add(
-        "--peers",
-        type=listed(one_of(list(PEERS))),
-        default="gloo",
-        help=f"measured beside hvdtorch: comma list of {', '.join(PEERS)}, or none (gloo)",
+        "--goals",
+        action="store_true",
+        help="measure what the goals speak of, and nothing else",
     )
+    add(
+        "--peers",
+        type=listed(one_of(peers.NAMES)),
+        default="hvdtorch-arena,gloo",
+        help=f"measured beside hvdtorch: comma list of {', '.join(peers.NAMES)}, or none "
+        "(%(default)s)",
+    )
+    add_horovod_python(parser)
     add("--iterations", type=int, default=500, help="most samples per row (500)")
     add("--seconds", type=float, default=3.0, help="about how long each case may take (3)")
-    add("--json", type=Path, metavar="FILE", help="write all numbers there as well")
+    add_outputs(parser)
     options = parser.parse_args(arguments)
     for name in ("np", "iterations", "seconds"):
         if getattr(options, name) <= 0:
@@ -218,6 +224,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name in ("dtypes", "ops"):
         if not getattr(options, name):
             parser.error(f"--{name} is empty")
+    check_needs(parser, options, options.peers)
     try:
         asked = make_cases(options, int(os.environ.get("WORLD_SIZE", options.np)))
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from typing import TypedDict
 
+import torch
 from torch import Tensor
 
 BUILD_TORCH_VERSION: str  # torch.__version__ this module was compiled against
@@ -61,19 +62,38 @@ class RuntimeSettings(TypedDict):
     inline_limit: int  # bytes: up to here a reduction travels inside the log
     lone_inline_limit: int  # the same for one that has nothing beside it
     core: int  # core of the runtime's threads, -1 = any
+    spin: bool  # a wait may begin with spinning: each rank of this host has a core of its own
+    operation_timeout: float  # seconds without progress; 0 = for ever
     stall_warn_after: float  # seconds; 0 = never
     stall_stop_after: float  # seconds; 0 = never
     log_level: int  # 0 trace ... 5 fatal, for lines of the core
     log_hide_time: bool
+
+class HostGroup:
+    """The ranks of one host, and the memory they share."""
+
+    @staticmethod
+    def create(size: int) -> HostGroup:
+        """Make the memory; this rank is number 0 of `size`. RuntimeError if it cannot be."""
+    @staticmethod
+    def open(index: int, size: int, pid: int, fd: int, nonce: int) -> HostGroup:
+        """Map it as number `index`. RuntimeError if it cannot be."""
+    def address(self) -> tuple[int, int, int]:
+        """What the others open it by: pid, fd and nonce."""
 
 def start(
     rank: int,
     size: int,
     hosts: list[str],  # host name of every rank, for error texts
     fds: list[int],  # authenticated control sockets; rank 0: by rank (-1 at 0), others: [rank 0's]
-    link: object,  # torch.distributed ProcessGroupGloo over all ranks, or None at size 1
+    link: object,  # torch.distributed ProcessGroupGloo over all ranks; None if all share memory
+    group: HostGroup | None,  # the ranks this one shares memory with; None: it is alone
+    group_of: list[int],  # by rank: the number of its group
     settings: RuntimeSettings,
 ) -> None: ...
+def shared_empty(shape: list[int], dtype: torch.dtype) -> Tensor:
+    """An uninitialised CPU tensor that the other ranks of this host can work on where it is."""
+
 def renumber_unnamed() -> None:
     """After a join: unnamed operations get the same names on all ranks again."""
 

@@ -31,6 +31,7 @@ from hvdtorch.process_sets import (
     register,
 )
 from hvdtorch.rendezvous import SHARED_SETTINGS, meet
+from hvdtorch.shared_memory import Shared
 from hvdtorch.version import __version__
 
 _placement: Placement | None = None
@@ -86,6 +87,7 @@ def init(
     _echo_fd = config.echo_fd
     if launch.size == 1:
         placement, homogeneous, hosts, fds = Placement(0, 1, 0, 1, 0, 1), True, [""], [-1]
+        memory = Shared.nothing(1)
         shared: dict[str, Any] = {name: getattr(config, name) for name in SHARED_SETTINGS}
     else:
         store = open_store(launch, config.start_timeout)
@@ -94,6 +96,7 @@ def init(
         _round += 1
         placement, homogeneous = meeting.placement, meeting.homogeneous
         hosts, fds, shared, _link = meeting.hosts, meeting.fds, meeting.settings, meeting.link
+        memory = meeting.shared
     core = _core(config, placement.local_rank)
     _bucket_size = int(shared["bucket_size"])
     _C.start(
@@ -102,7 +105,9 @@ def init(
         hosts=hosts,
         fds=fds,
         link=_link,
-        settings=_runtime_settings(config, shared, core),
+        group=memory.group,
+        group_of=memory.group_of,
+        settings=_runtime_settings(config, shared, core, placement.local_size),
     )
     try:
         _meet_once_more(config.start_timeout)
@@ -142,7 +147,9 @@ def _check_communicator(comm: Any, size: int) -> None:
         )
 
 
-def _runtime_settings(config: Config, shared: dict[str, Any], core: int) -> _C.RuntimeSettings:
+def _runtime_settings(
+    config: Config, shared: dict[str, Any], core: int, local_size: int
+) -> _C.RuntimeSettings:
     """What the runtime is started with. `shared` are the settings that rank 0 decides."""
     report_stalls = not config.stall_check_disable
     return {
@@ -154,6 +161,8 @@ def _runtime_settings(config: Config, shared: dict[str, Any], core: int) -> _C.R
         "inline_limit": int(shared["inline_limit"]),
         "lone_inline_limit": int(shared["lone_inline_limit"]),
         "core": core,
+        "spin": local_size <= len(os.sched_getaffinity(0)),
+        "operation_timeout": config.operation_timeout,
         "stall_warn_after": report_stalls * config.stall_check_time_seconds,
         "stall_stop_after": report_stalls * config.stall_shutdown_time_seconds,
         "log_level": LOG_LEVELS.index(config.log_level),

@@ -247,6 +247,13 @@ class Config:
         flags=("--thread-affinity",),
         help="The core that hvdtorch's threads of each local rank run on; default: any.",
     )
+    shared_memory: bool = setting(
+        "SHARED_MEMORY",
+        kind=BOOLEAN,
+        default=True,
+        switches={"--shared-memory": "1", "--no-shared-memory": "0"},
+        help="Ranks of one host exchange data through shared memory, not through sockets.",
+    )
     start_timeout: float = setting(
         "START_TIMEOUT",
         "HOROVOD_START_TIMEOUT",

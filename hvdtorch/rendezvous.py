@@ -26,6 +26,7 @@ from hvdtorch import connect
 from hvdtorch.bootstrap import Introduction, Launch, Placement, introduce, place
 from hvdtorch.config import Config
 from hvdtorch.log import logger
+from hvdtorch.shared_memory import Shared, share_memory
 
 # Settings that decide what travels and in which order: rank 0's count for all.
 SHARED_SETTINGS = (
@@ -37,6 +38,7 @@ SHARED_SETTINGS = (
     "lone_inline_limit",
     "disable_group_fusion",
     "join_divisor",
+    "shared_memory",
 )
 
 
@@ -48,7 +50,8 @@ class Meeting:
     homogeneous: bool  # every host has as many ranks
     hosts: list[str]
     fds: list[int]
-    link: object  # torch.distributed.ProcessGroupGloo
+    link: object  # torch.distributed.ProcessGroupGloo; None where all ranks share memory
+    shared: Shared
     settings: dict[str, Any]
 
 
@@ -125,6 +128,7 @@ class _Welcome:
 
     placements: list[dict[str, int]]
     hosts: list[str]
+    host_of: list[int]  # by rank: the number of its host
     one_host: bool
     addresses: list[str]
     port: int
@@ -140,11 +144,13 @@ def _welcome(
     try:
         introductions = _collect(store, size, deadline)
         placements = place(introductions)
+        host_ids = list(dict.fromkeys(i.host_id for i in introductions))
         one_host = len({i.host_id for i in introductions}) == 1 and not config.interface
         listener = connect.Listener("127.0.0.1" if one_host else "")
         welcome = _Welcome(
             placements=[dataclasses.asdict(p) for p in placements],
             hosts=[i.hostname for i in introductions],
+            host_of=[host_ids.index(i.host_id) for i in introductions],
             one_host=one_host,
             addresses=_own_addresses(one_host, config, master),
             port=listener.port,
@@ -198,7 +204,15 @@ def meet(base: dist.Store, launch: Launch, config: Config, version: str, round_:
     placement = Placement(**welcome.placements[launch.rank])
     address = (_own_addresses(welcome.one_host, config, master) or ["127.0.0.1"])[0]
     limit = timedelta(seconds=config.operation_timeout or 365 * 86400)
-    link = _gloo(dist.PrefixStore("gloo", store), placement, welcome.one_host, address, limit)
+    if welcome.settings["shared_memory"]:
+        shared = share_memory(
+            dist.PrefixStore("shared", store), launch.rank, welcome.host_of, welcome.hosts, deadline
+        )
+    else:
+        shared = Shared.nothing(launch.size)
+    link = None
+    if len(set(shared.group_of)) > 1:
+        link = _gloo(dist.PrefixStore("gloo", store), placement, welcome.one_host, address, limit)
     logger.info("%s on host %s", placement, own.hostname)
     homogeneous = len({p["local_size"] for p in welcome.placements}) == 1
-    return Meeting(placement, homogeneous, welcome.hosts, fds, link, welcome.settings)
+    return Meeting(placement, homogeneous, welcome.hosts, fds, link, shared, welcome.settings)

@@ -80,6 +80,7 @@ from hvdtorch.process_sets import (  # noqa: E402
     global_process_set,
     remove_process_set,
 )
+from hvdtorch.shared_memory import shared_empty  # noqa: E402
 from hvdtorch.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from hvdtorch.version import __version__  # noqa: E402
 
@@ -147,6 +148,7 @@ __all__ = [
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "shared_empty",
     "shutdown",
     "size",
     "sparse_allreduce_async",

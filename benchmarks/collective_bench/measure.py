@@ -1,22 +1,18 @@
-"""How it is measured.
+"""What every peer did on a case: rounds of samples (bench_tools/rounds.py), in microseconds.
 
-All peers run in the same processes and take turns, one sample each per round, with the order turned
-round from one round to the next: whatever else the machine does hits all of them alike. A barrier
-precedes each sample; a sample's time is that of its slowest rank. Times stay on their rank until
-the case is done, so collecting them disturbs nothing.
+A barrier that belongs to no peer precedes each sample.
 """
 
 from __future__ import annotations
 
-import gc
-import math
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-import torch
 import torch.distributed as dist
+from bench_tools import rounds
+from bench_tools.rounds import percentile
 
 from collective_bench.cases import Case
 from collective_bench.peers import Peer
@@ -36,11 +32,6 @@ class Timing:
     wrong: int  # elements, over all timed samples and ranks
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Nearest rank: the smallest value that at least `share` of the values do not exceed."""
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
-
-
 class Bench:
     """Measures cases on the ranks of torch.distributed's default group, which must be a CPU one."""
 
@@ -49,50 +40,25 @@ class Bench:
         self._peers = peers
         self._rounds = rounds
         self._seconds = seconds
-        self._rank = dist.get_rank()
 
     def measure(self, case: Case) -> list[Timing]:
         """Timings of all peers, in their order, the same on every rank."""
         for peer in self._peers:
-            peer.prepare(case, self._rank)
-        self._play(1)  # connections, buffers, names
-        began = time.perf_counter()
-        self._play(WARM_UP_ROUNDS)
-        rounds = self._agree_on_rounds((time.perf_counter() - began) / WARM_UP_ROUNDS)
-        gc.collect()
-        gc.disable()
-        try:
-            nanoseconds, wrong = self._play(rounds)
-        finally:
-            gc.enable()
-        dist.all_reduce(nanoseconds, op=dist.ReduceOp.MAX)
-        dist.all_reduce(wrong)
+            peer.prepare(case, dist.get_rank())
+        found = rounds.measure(
+            [partial(peer.sample, dist.barrier) for peer in self._peers],
+            most=self._rounds,
+            fewest=FEWEST_ROUNDS,
+            warm_up=WARM_UP_ROUNDS,
+            seconds=self._seconds,
+        )
         return [
             Timing(
                 peer=peer.name,
-                samples=rounds,
-                median_us=statistics.median(times) / 1000,
-                p99_us=percentile(times, 0.99) / 1000,
-                wrong=errors,
+                samples=len(series.nanoseconds),
+                median_us=statistics.median(series.nanoseconds) / 1000,
+                p99_us=percentile(series.nanoseconds, 0.99) / 1000,
+                wrong=series.wrong,
             )
-            for peer, times, errors in zip(
-                self._peers, nanoseconds.tolist(), wrong.tolist(), strict=True
-            )
+            for peer, series in zip(self._peers, found, strict=True)
         ]
-
-    def _play(self, rounds: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Times of this rank [peers, rounds] in nanoseconds, and its wrong elements [peers]."""
-        nanoseconds = torch.zeros(len(self._peers), rounds, dtype=torch.int64)
-        wrong = torch.zeros(len(self._peers), dtype=torch.int64)
-        turns = list(enumerate(self._peers))
-        for played in range(rounds):
-            for index, peer in turns if played % 2 == 0 else reversed(turns):
-                elapsed, errors = peer.sample(dist.barrier)
-                nanoseconds[index, played] = elapsed
-                wrong[index] += errors
-        return nanoseconds, wrong
-
-    def _agree_on_rounds(self, seconds_per_round: float) -> int:
-        slowest = torch.tensor(seconds_per_round, dtype=torch.float64)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return min(self._rounds, max(FEWEST_ROUNDS, int(self._seconds / slowest.item())))

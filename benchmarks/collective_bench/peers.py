@@ -1,16 +1,20 @@
 """Who is measured: one class per library, all with the same methods; `PEERS` is their table.
 
 To add a library, write its class and add a row. One that needs an interpreter of its own overrides
-`prepare` and `sample` instead of the collectives, and forwards both to a process beside each rank.
+`prepare` and `sample` instead of the collectives, and forwards both to a process beside each rank:
+InCompanion does.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from companions.beside import Companion
 from torch import Tensor
 
 from collective_bench.cases import ROOT, Case
@@ -27,6 +31,11 @@ class Peer:
     _run: Callable[[], Sequence[Tensor]]
 
     # ---- what a library must have ----
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """Why it cannot be measured here, or None."""
+        return None
 
     def setup(self) -> None:
         """Connect the ranks."""
@@ -64,6 +73,10 @@ class Peer:
 
     # ---- one measurement ----
 
+    def place(self, tensor: Tensor) -> Tensor:
+        """A copy of `tensor` where this library's users would have it."""
+        return tensor.clone()
+
     def prepare(self, case: Case, rank: int) -> None:
         """Make the tensors of `case`; nothing of this is timed."""
         self._case = case
@@ -71,7 +84,7 @@ class Peer:
         self._expected = [case.result(rank, i) for i in range(case.tensors)]
         if case.collective == "broadcast" and rank != ROOT:
             self._inputs = [torch.zeros_like(tensor) for tensor in self._inputs]
-        self._tensors = [tensor.clone() for tensor in self._inputs]
+        self._tensors = [self.place(tensor) for tensor in self._inputs]
         tensors, first = self._tensors, self._tensors[0]
         if case.tensors > 1:
             self._run = lambda: self.allreduce_many_(tensors, case.op)
@@ -128,7 +141,7 @@ class Hvdtorch(Peer):
     def prepare(self, case: Case, rank: int) -> None:
         super().prepare(case, rank)
         # Gradients have names that come back every step; so do these.
-        self._names = [f"bench.{case.title()}.{i}" for i in range(case.tensors)]
+        self._names = [f"{self.name}.{case.title()}.{i}" for i in range(case.tensors)]
 
     def allreduce_(self, tensor: Tensor, op: str) -> Tensor:
         return self._hvd.allreduce_(tensor, name=self._names[0], op=self._ops[op])
@@ -149,6 +162,29 @@ class Hvdtorch(Peer):
 
     def reducescatter(self, tensor: Tensor, op: str) -> Tensor:
         return self._hvd.reducescatter(tensor, name=self._names[0], op=self._ops[op])
+
+
+class HvdtorchArena(Hvdtorch):
+    """The same job, with tensors in memory that all ranks of the host share."""
+
+    name = "hvdtorch-arena"
+
+    @classmethod
+    def missing(cls) -> str | None:
+        import hvdtorch as hvd
+
+        return None if hasattr(hvd, "shared_empty") else "this hvdtorch has no hvd.shared_empty()"
+
+    def version(self) -> str:
+        return "tensors made by hvd.shared_empty()"
+
+    def close(self) -> None:
+        """The job is Hvdtorch's; the tensors have to go before it ends."""
+        self._tensors = []
+        self._run = list
+
+    def place(self, tensor: Tensor) -> Tensor:
+        return self._hvd.shared_empty(*tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 
 class Gloo(Peer):
@@ -205,4 +241,44 @@ class Gloo(Peer):
         return self._average(output) if op == "average" else output
 
 
-PEERS: dict[str, type[Peer]] = {"gloo": Gloo}
+class InCompanion(Peer):
+    """Horovod, over Gloo or MPI, in a companion process beside each rank: see companions."""
+
+    def __init__(self, kind: str, python: Path) -> None:
+        self.name = f"horovod-{kind}"
+        self._kind, self._python = kind, python
+
+    def setup(self) -> None:
+        served = "collective_bench.horovod_peer:Horovod"
+        self._companion = Companion(self._python, self._kind, served)
+
+    def close(self) -> None:
+        self._companion.close()
+
+    def version(self) -> str:
+        return self._companion.version()
+
+    def prepare(self, case: Case, rank: int) -> None:
+        self._companion.call("prepare", case, rank)
+
+    def sample(self, barrier: Callable[[], None]) -> tuple[int, int]:
+        barrier()  # the companions have a barrier of their own; this one lets the ranks finish
+        return self._companion.call("sample_there")
+
+
+OURS = ("hvdtorch", "hvdtorch-arena")
+IN_COMPANION = ("horovod-gloo", "horovod-mpi")
+PEERS: dict[str, type[Peer]] = {"hvdtorch-arena": HvdtorchArena, "gloo": Gloo}
+NAMES = (*PEERS, *IN_COMPANION)
+
+
+def makers(names: Sequence[str], horovod_python: Path | None) -> dict[str, Callable[[], Peer]]:
+    """How to make each of `names`, which are of NAMES."""
+    made: dict[str, Callable[[], Peer]] = {}
+    for name in names:
+        if name in PEERS:
+            made[name] = PEERS[name]
+        else:
+            assert horovod_python is not None  # the command line was checked
+            made[name] = partial(InCompanion, name.removeprefix("horovod-"), horovod_python)
+    return made

@@ -1,21 +1,14 @@
-"""What is printed: the table, the goals, and the JSON file with the same numbers.
+"""What is printed: one row per peer and case.
 
-Ratios are "peer's median / hvdtorch's median": above 1 hvdtorch is faster.
+Ratios are "the row's median / hvdtorch's median": above 1 hvdtorch is faster.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-import torch
-
-from collective_bench.cases import Case, show_bytes
+from collective_bench.cases import Case
 from collective_bench.measure import Timing
 
 OURS = "hvdtorch"
@@ -26,7 +19,7 @@ _COLUMNS = (
     ("count", 9),
     ("dtype", 8),
     ("op", 7),
-    ("peer", 8),
+    ("peer", 14),
     ("samples", 7),
     ("median us", 10),
     ("p99 us", 10),
@@ -105,96 +98,3 @@ def rows_of(case: Case, timings: Sequence[Timing]) -> list[Row]:
         )
         for t in timings
     ]
-
-
-# ---- goals ----
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One goal and the worst row it applies to. `ratio` as in the table; `at_least` is the goal."""
-
-    goal: str
-    at_least: float
-    rows: int
-    rows_met: int
-    ratio: float
-    worst: str
-
-    @property
-    def met(self) -> bool:
-        return self.rows_met == self.rows
-
-    def line(self) -> str:
-        """For people."""
-        word = "met   " if self.met else "MISSED"
-        return (
-            f"{word}  {self.goal}: {self.rows_met} of {self.rows} rows; "
-            f"lowest ratio {self.ratio:.2f} (goal {self.at_least:.2f}), {self.worst}"
-        )
-
-
-_SMALL = 64 * 1024  # bytes
-
-_GOALS = (
-    (
-        "one tensor below 64 KiB takes at most 1.5 times as long as Gloo",
-        1 / 1.5,
-        lambda row: row.tensors == 1 and row.bytes < _SMALL,
-    ),
-    (
-        "one tensor from 64 KiB on is not slower than Gloo",
-        1.0,
-        lambda row: row.tensors == 1 and row.bytes >= _SMALL,
-    ),
-    (
-        "160 tensors of 4 KB at once are at least 5 times as fast as Gloo",
-        5.0,
-        lambda row: row.tensors == 160 and 4000 - 8 < row.bytes <= 4096,
-    ),
-)
-
-
-def verdicts(rows: Sequence[Row]) -> list[Verdict]:
-    """The goals that `rows` have something to say about: allreduce beside Gloo."""
-    beside_gloo = [row for row in rows if row.peer == "gloo" and row.collective == "allreduce"]
-    found = []
-    for goal, at_least, applies in _GOALS:
-        ratios = [(row.ratio or 0.0, row) for row in beside_gloo if applies(row)]
-        if not ratios:
-            continue
-        ratio, row = min(ratios, key=lambda pair: pair[0])
-        where = f"{show_bytes(row.bytes)} {row.dtype} {row.op}"
-        met = sum(r >= at_least for r, _ in ratios)
-        found.append(Verdict(goal, at_least, len(ratios), met, ratio, where))
-    return found
-
-
-# ---- where and with what ----
-
-
-def machine() -> dict[str, Any]:
-    """The hardware and software of this rank."""
-    cpuinfo = Path("/proc/cpuinfo")
-    models = [
-        line.partition(":")[2].strip()
-        for line in (cpuinfo.read_text().splitlines() if cpuinfo.exists() else [])
-        if line.startswith("model name")
-    ]
-    return {
-        "cpu": models[0] if models else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "load": round(os.getloadavg()[0], 2),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
-def write_json(path: Path, head: dict[str, Any], rows: Sequence[Row]) -> None:
-    """`head`, then "rows" (fields of Row) and "goals" (fields of Verdict, and "met")."""
-    document = head | {
-        "rows": [asdict(row) for row in rows],
-        "goals": [asdict(verdict) | {"met": verdict.met} for verdict in verdicts(rows)],
-    }
-    path.write_text(json.dumps(document, indent=1) + "\n")

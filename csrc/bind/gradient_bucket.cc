@@ -118,6 +118,8 @@ bool GradientBucket::must_move() const {
 
 void GradientBucket::take_memory() {
   const std::shared_ptr<std::byte> block = Job::instance().allocate(numel_ * element_);
+  // The gaps between members are reduced along: keep them tame.
+  std::memset(block.get(), 0, static_cast<size_t>(numel_ * element_));
   const auto keep = [block](void*) {};
   memory_ = at::from_blob(block.get(), {numel_}, keep, options_of(type_));
   for (Member& member : members_) {

@@ -3,15 +3,10 @@
 #include <pthread.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
-#include <cstdlib>
-#include <cstring>
-#include <new>
 #include <numeric>
 #include <stdexcept>
 
-#include "core/planner.h"
 #include "kernels/reduce_cpu.h"
 
 namespace hvdtorch {
@@ -51,6 +46,7 @@ void Job::start(RuntimeOptions options, std::unique_ptr<Channel> channel,
   rank_ = options.rank;
   unnamed_.clear();
   joins_ = 0;
+  arena_ = options.arena;
   runtime_ = std::make_unique<Runtime>(std::move(options), std::move(channel), std::move(factory));
   live_runtime = runtime_.get();
 }
@@ -60,6 +56,7 @@ void Job::stop(const std::string& reason) {
   runtime_->stop(reason);
   live_runtime = nullptr;
   runtime_.reset();
+  arena_.reset();
 }
 
 bool Job::running() const noexcept { return runtime_ != nullptr && !forked; }
@@ -185,13 +182,8 @@ Submitted Job::submit(Request request) {
 }
 
 std::shared_ptr<std::byte> Job::allocate(int64_t bytes) {
-  const auto size = static_cast<size_t>((bytes + kAlignment - 1) / kAlignment * kAlignment);
-  auto* data =
-      static_cast<std::byte*>(std::aligned_alloc(kAlignment, std::max<size_t>(size, kAlignment)));
-  if (data == nullptr) throw std::bad_alloc();
-  std::shared_ptr<std::byte> block(data, [](std::byte* bytes) { std::free(bytes); });
-  std::memset(data, 0, size);
-  return block;
+  runtime();
+  return arena_->allocate(bytes);
 }
 
 void Job::renumber() {

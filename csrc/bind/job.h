@@ -54,7 +54,8 @@ class Job {
   // Throws std::invalid_argument for what this rank alone can see is wrong.
   Submitted submit(Request request);
 
-  // Zeroed memory for tensors that are reduced in place again and again; at a multiple of 64 bytes.
+  // Memory for tensors that collectives work on without copies: blocks of the arena of this host's
+  // ranks, 64-byte aligned and not initialised. They may outlive the job.
   std::shared_ptr<std::byte> allocate(int64_t bytes);
 
   // After a join, at which the ranks may have made different numbers of calls: unnamed operations
@@ -67,6 +68,7 @@ class Job {
   void check(const OpDesc& desc, const Request& request, int size) const;
 
   std::unique_ptr<Runtime> runtime_;
+  std::shared_ptr<SharedArena> arena_;
   int rank_ = 0;
   uint64_t joins_ = 0;
   std::map<std::pair<uint32_t, std::string>, uint64_t> unnamed_;  // next number by set and label

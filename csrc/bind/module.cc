@@ -1,5 +1,6 @@
 // The Python module hvdtorch._C; its contract is hvdtorch/_C.pyi.
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <chrono>
@@ -17,9 +18,9 @@
 #include "channel/tcp.h"
 #include "core/log.h"
 #include "core/thread.h"
-#include "transport/host_collectives.h"
-#include "transport/memory_link.h"
-#include "transport/sub_link.h"
+#include "shared/host_group.h"
+#include "shared/waiting.h"
+#include "transport/choice.h"
 
 namespace hvdtorch {
 namespace {
@@ -48,6 +49,7 @@ class Handle {
     }
     for (;;) {
       if (!submitted_.completion->done()) {
+        const CountedAsWaiting counted;
         const auto slice = Clock::now() + std::chrono::seconds(1);
         py::gil_scoped_release no_gil;
         submitted_.completion->wait(deadline && *deadline < slice ? *deadline : slice);
@@ -127,7 +129,8 @@ std::string directory_of(const char* module) {
 }
 
 void start(int rank, int size, std::vector<std::string> hosts, std::vector<int> fds,
-           py::object link, const py::dict& settings) {
+           py::object link, std::shared_ptr<HostGroup> group, std::vector<int> group_of,
+           const py::dict& settings) {
   set_library_directories(directory_of("hvdtorch"), directory_of("torch"));
   RuntimeOptions options;
   options.rank = rank;
@@ -153,21 +156,35 @@ void start(int rank, int size, std::vector<std::string> hosts, std::vector<int> 
   configure_log(static_cast<LogLevel>(setting("log_level", int{})),
                 setting("log_hide_time", bool{}));
   std::unique_ptr<Channel> channel;
-  std::shared_ptr<PointToPoint> network;
+  Topology topology{rank, std::move(group_of), std::move(group), nullptr};
   if (size == 1) {
     channel = std::move(make_local_channels(1).front());
-    network = std::move(make_memory_links(1).front());
   } else {
     channel = make_tcp_channel(rank, fds);
-    auto* backend = link.cast<c10d::Backend*>();
-    network = make_gloo_link(c10::intrusive_ptr<c10d::Backend>::reclaim_copy(backend));
   }
-  Job::instance().start(
-      std::move(options), std::move(channel),
-      [network](uint32_t process_set, const std::vector<int>& ranks) {
-        return std::make_shared<HostCollectives>(
-            make_sub_link(network, ranks, static_cast<int>(process_set), HostCollectives::kTags));
-      });
+  if (!link.is_none()) {
+    auto* backend = link.cast<c10d::Backend*>();
+    topology.network = make_gloo_link(c10::intrusive_ptr<c10d::Backend>::reclaim_copy(backend));
+  }
+  SharedMemoryOptions shared;
+  shared.spin.cores_suffice = setting("spin", bool{});
+  if (const auto limit = milliseconds("operation_timeout"); limit.count() > 0) shared.limit = limit;
+  if (topology.group) options.arena = topology.group->shared_arena();
+  Job::instance().start(std::move(options), std::move(channel),
+                        make_transport_factory(std::move(topology), shared));
+}
+
+at::Tensor shared_empty(const std::vector<int64_t>& shape, at::ScalarType dtype) {
+  int64_t bytes = static_cast<int64_t>(c10::elementSize(dtype));
+  for (int64_t dim : shape) {
+    if (dim < 0 || __builtin_mul_overflow(bytes, dim, &bytes)) {
+      throw std::invalid_argument("shared_empty: there is no tensor of shape " + shape_text(shape));
+    }
+  }
+  auto block = Job::instance().allocate(bytes);
+  void* data = block.get();
+  return at::from_blob(
+      data, shape, [block](void*) mutable { block.reset(); }, at::TensorOptions(dtype));
 }
 
 std::unique_ptr<GradientBucket> make_bucket(GradientHooks& hooks,
@@ -277,8 +294,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("submit", &submit, py::arg("kind"), py::arg("name"), py::arg("label"), py::arg("tensors"),
         py::arg("grouped"), py::arg("in_place"), py::arg("reduce_op"), py::arg("prescale"),
         py::arg("postscale"), py::arg("root"), py::arg("splits"), py::arg("process_set"));
+  // How the ranks of one host share memory: see hvdtorch/shared_memory.py.
+  py::class_<HostGroup, std::shared_ptr<HostGroup>>(m, "HostGroup")
+      .def_static("create", &HostGroup::create, py::arg("size"))
+      .def_static(
+          "open",
+          [](int index, int size, int pid, int fd, uint64_t nonce) {
+            return HostGroup::open(index, size, {pid, fd, nonce});
+          },
+          py::arg("index"), py::arg("size"), py::arg("pid"), py::arg("fd"), py::arg("nonce"))
+      .def("address", [](const HostGroup& group) {
+        const auto address = group.address();
+        return std::make_tuple(address.pid, address.fd, address.nonce);
+      });
   m.def("start", &start, py::arg("rank"), py::arg("size"), py::arg("hosts"), py::arg("fds"),
-        py::arg("link"), py::arg("settings"));
+        py::arg("link"), py::arg("group"), py::arg("group_of"), py::arg("settings"));
+  m.def("shared_empty", &shared_empty, py::arg("shape"), py::arg("dtype"));
   m.def(
       "stop", [](const std::string& reason) { Job::instance().stop(reason); }, py::arg("reason"),
       py::call_guard<py::gil_scoped_release>());

@@ -65,24 +65,24 @@ std::vector<int64_t> split_rows(int64_t rows, int parts) {
   return counts;
 }
 
-std::byte* Arena::reserve(int64_t bytes) {
+std::byte* FusionBuffer::reserve(int64_t bytes) {
   if (bytes > capacity_) {
-    data_.reset();  // before the new one: the sum would not have to fit
-    capacity_ = 0;
-    const auto size = static_cast<size_t>((bytes + kAlignment - 1) / kAlignment * kAlignment);
-    void* fresh = std::aligned_alloc(kAlignment, size);
-    if (fresh == nullptr) throw std::bad_alloc();
-    std::memset(fresh, 0, size);  // the gaps between members are reduced along: keep them tame
-    data_.reset(static_cast<std::byte*>(fresh));
+    release();  // before the new one: the sum would not have to fit
+    data_ = arena_->allocate(bytes);
+    // The gaps between members are reduced along: keep them tame.
+    std::memset(data_.get(), 0, static_cast<size_t>(bytes));
     capacity_ = bytes;
   }
   return data_.get();
 }
 
-void Arena::Free::operator()(void* p) const noexcept { std::free(p); }
+void FusionBuffer::release() noexcept {
+  data_.reset();
+  capacity_ = 0;
+}
 
 Executor::Executor(Hooks hooks, Options options)
-    : hooks_(std::move(hooks)), options_(std::move(options)) {
+    : hooks_(std::move(hooks)), options_(std::move(options)), buffer_(options_.arena) {
   SignalsBlocked blocked;
   thread_ = std::thread([this] { loop(); });
 }
@@ -151,7 +151,7 @@ void Executor::loop() {
     hooks_.launch_finished();
   }
   // The executor of a removed process set may be kept for a while, but not its memory.
-  arena_ = {};
+  buffer_.release();
   drop_parties([](const std::vector<int>&) { return true; });
   ended_ = true;
 }
@@ -242,7 +242,7 @@ void Executor::run_allreduce(Work& work, const Party& party) {
     return;
   }
   const Layout layout = layout_of(work.launch);
-  std::byte* buffer = arena_.reserve(layout.bytes);
+  std::byte* buffer = buffer_.reserve(layout.bytes);
   const int64_t element = size_of(first.dtype);
   std::vector<Span> tensors;
   for (size_t i = 0; i < work.operations.size(); ++i) {
@@ -277,7 +277,7 @@ void Executor::run_broadcast(Work& work, const Party& party) {
     return;
   }
   const Layout layout = layout_of(work.launch);
-  std::byte* buffer = arena_.reserve(layout.bytes);
+  std::byte* buffer = buffer_.reserve(layout.bytes);
   for (size_t i = 0; i < work.operations.size() && is_root; ++i) {
     const Operation& op = *work.operations[i];
     copy_if_apart(buffer + layout.offsets[i], op.input, op.desc->bytes());
@@ -303,7 +303,7 @@ const void* Executor::pack_rows(const void* input, const std::vector<int64_t>& b
                                 const Party& party) {
   if (party.members.size() == bytes.size()) return input;
   const auto* rows = static_cast<const std::byte*>(input);
-  std::byte* packed = arena_.reserve(std::accumulate(bytes.begin(), bytes.end(), int64_t{0}));
+  std::byte* packed = buffer_.reserve(std::accumulate(bytes.begin(), bytes.end(), int64_t{0}));
   std::byte* end = packed;
   for (size_t rank = 0; rank < bytes.size(); ++rank) {
     if (std::binary_search(party.members.begin(), party.members.end(), static_cast<int>(rank))) {

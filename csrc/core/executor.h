@@ -20,6 +20,7 @@
 
 #include "core/message.h"
 #include "core/operation.h"
+#include "shared/arena.h"
 #include "transport/transport.h"
 
 namespace hvdtorch {
@@ -31,16 +32,17 @@ struct Work {
   bool reported = false;  // this rank tells the coordinator when it is finished
 };
 
-// Persistent, grown on demand, 64-byte aligned: the fusion buffer of one process set.
-class Arena {
+// Persistent, grown on demand: the fusion buffer of one process set. It lies in the arena, so that
+// what is fused is reduced where it is.
+class FusionBuffer {
  public:
+  explicit FusionBuffer(std::shared_ptr<SharedArena> arena) : arena_(std::move(arena)) {}
   std::byte* reserve(int64_t bytes);
+  void release() noexcept;
 
  private:
-  struct Free {
-    void operator()(void* p) const noexcept;
-  };
-  std::unique_ptr<std::byte, Free> data_;
+  std::shared_ptr<SharedArena> arena_;
+  std::shared_ptr<std::byte> data_;
   int64_t capacity_ = 0;
 };
 
@@ -60,6 +62,7 @@ class Executor {
     int size = 1;                      // of the process set
     bool average_over_active = false;  // see average_divisor()
     int core = -1;                     // to run on; -1: any
+    std::shared_ptr<SharedArena> arena;
   };
 
   Executor(Hooks hooks, Options options);
@@ -119,7 +122,7 @@ class Executor {
   bool stopping_ = false;
   std::map<std::vector<int>, Party> parties_;  // by the absent ranks; changed by the thread only
   std::optional<std::string> aborted_;         // why
-  Arena arena_;                                // executor thread only
+  FusionBuffer buffer_;                        // executor thread only
   std::atomic<int> finished_{0};
   std::atomic<int> thread_id_{0};
   std::atomic<bool> ended_{false};

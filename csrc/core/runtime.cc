@@ -376,8 +376,9 @@ void Runtime::open_set(uint32_t id, std::vector<int> ranks) {
       return open_transport_(id, global);
     };
     set.executor = std::make_unique<Executor>(
-        std::move(hooks), Executor::Options{static_cast<int>(set.ranks.size()),
-                                            options_.planner.average_over_active, options_.core});
+        std::move(hooks),
+        Executor::Options{static_cast<int>(set.ranks.size()), options_.planner.average_over_active,
+                          options_.core, options_.arena});
   }
   std::lock_guard lock(mutex_);
   sets_.insert_or_assign(id, std::move(set));

@@ -26,6 +26,7 @@
 #include "core/executor.h"
 #include "core/message.h"
 #include "core/operation.h"
+#include "transport/choice.h"
 
 namespace hvdtorch {
 
@@ -44,6 +45,8 @@ struct RuntimeOptions {
   int64_t inline_limit = 1024;
   int64_t lone_inline_limit = 0;  // where it is larger: for an operation with nothing beside it
   int core = -1;                  // for both threads; -1: any
+  // Where the memory that collectives work in is taken from.
+  std::shared_ptr<SharedArena> arena = std::make_shared<SharedArena>(nullptr);
   // How long a failed transfer waits for its cause to be known before it is reported as it is.
   std::chrono::milliseconds cause_grace{3000};
   // Of the stall report; 0: never.
@@ -61,11 +64,6 @@ struct RuntimeStats {
   std::atomic<uint64_t> frames_sent{0};
   std::atomic<uint64_t> frame_bytes_sent{0};
 };
-
-// Makes a transport among `ranks` (global, ascending, this one included). Transports of different
-// process sets are used at the same time. Any thread.
-using TransportFactory =
-    std::function<std::shared_ptr<Transport>(uint32_t process_set, const std::vector<int>& ranks)>;
 
 class Runtime {
  public:

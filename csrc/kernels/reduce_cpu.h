@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "core/types.h"
@@ -42,5 +43,30 @@ std::string why_not_reducible(const Reduction& reduction);
 // Precondition: why_not_reducible(reduction).empty().
 void reduce(const Reduction& reduction, void* dst, const void* const* srcs, int nsrc,
             int64_t count);
+
+// As reduce(), and the result is written to every one of dsts. Each may be exactly one of the srcs,
+// no two may overlap. ndst >= 1.
+void reduce_to_all(const Reduction& reduction, void* const* dsts, int ndst, const void* const* srcs,
+                   int nsrc, int64_t count);
+
+// --- in two steps: first some ranks at a time, then those partial results ---
+
+// The dtype in which results of some ranks can travel and be combined further without losing what
+// the rules above keep: float32 for narrower floats, int64 for averages of integers up to 32 bits,
+// else the dtype itself. None for integers with scale factors and averages of 64-bit integers,
+// whose steps need more than 64 bits or round in between, and for Adasum, which has no such step.
+std::optional<DataType> partial_type(const Reduction& reduction);
+
+// The reduction that combines partial results, of partial_type(reduction), which it has.
+Reduction combine_partials(const Reduction& reduction);
+
+// dst[i] = op over r of prescale * srcs[r][i], in partial_type(reduction), which it has; neither
+// postscaled nor divided. dst may be exactly one of the srcs if the two dtypes are equal.
+void reduce_partial(const Reduction& reduction, void* dst, const void* const* srcs, int nsrc,
+                    int64_t count);
+
+// dst[i] = what reduce() stores, given the partial result of all ranks: postscaled, divided and
+// rounded once. dst may be exactly `partial` if the two dtypes are equal.
+void finish_partial(const Reduction& reduction, void* dst, const void* partial, int64_t count);
 
 }  // namespace hvdtorch

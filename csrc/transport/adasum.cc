@@ -1,13 +1,6 @@
-// Adasum over point-to-point messages, by recursive doubling: in step k a rank exchanges its whole
-// vector with its neighbour, rank xor 2^k, and both compute the same combination from the same two
-// vectors, so that after log2 P steps all ranks hold identical bits. The order of combination is
-// that of kernels/adasum_cpu.h, also for a P that is no power of two. log2 P steps, n log2 P bytes
-// (n: bytes of the values on one rank); 2 steps more when ranks are folded in.
-#include <cstddef>
-#include <vector>
+#include "transport/adasum.h"
 
 #include "kernels/adasum_cpu.h"
-#include "transport/host_messages.h"
 
 namespace hvdtorch {
 namespace {
@@ -59,60 +52,45 @@ class Packed {
 
 }  // namespace
 
-void HostCollectives::adasum(const Reduction& reduction, void* data,
-                             const std::vector<Span>& tensors) {
-  run([&] {
-    const bool scales = reduction.prescale != 1.0 || reduction.postscale != 1.0;
-    if (size_ == 1 && !scales) return;
-    const Packed packed(reduction, tensors);
-    auto* const elements = static_cast<std::byte*>(data);
-    std::byte* values = scratch(2 * packed.bytes());
-    std::byte* const received = values + packed.bytes();
-    // A single tensor that is stored as it is computed needs no copy.
-    const int64_t element = size_of(reduction.dtype);
-    if (tensors.size() == 1 && element == adasum_value_size(reduction.dtype)) {
-      values = elements + tensors[0].offset * element;
-    }
-    packed.load(values, elements);
+void adasum_by_doubling(int rank, int size, const Reduction& reduction, void* data,
+                        const std::vector<Span>& tensors,
+                        const std::function<std::byte*(int64_t bytes)>& scratch,
+                        const AdasumStep& step) {
+  const bool scales = reduction.prescale != 1.0 || reduction.postscale != 1.0;
+  if (size == 1 && !scales) return;
+  const Packed packed(reduction, tensors);
+  const int64_t bytes = packed.bytes();
+  auto* const elements = static_cast<std::byte*>(data);
+  std::byte* values = scratch(2 * bytes);
+  std::byte* const received = values + bytes;
+  // A single tensor that is stored as it is computed needs no copy.
+  const int64_t element = size_of(reduction.dtype);
+  if (tensors.size() == 1 && element == adasum_value_size(reduction.dtype)) {
+    values = elements + tensors[0].offset * element;
+  }
+  packed.load(values, elements);
 
-    const int power = adasum_power_of_two(size_);
-    const int folded = size_ - power;  // ranks power, power + 1, ... fold into 0, 1, ...
-    Messages messages(*this);
-    const auto receive = [&](std::byte* to, int from, int phase) {
-      messages.recv({to, packed.bytes()}, from, phase);
-    };
-    const auto send = [&](int to, int phase) {
-      messages.send({values, packed.bytes()}, to, phase);
-    };
-    if (rank_ >= power) {
-      send(rank_ - power, kFirstPhase);
-      messages.wait();  // before the receive, which overwrites what is sent
-      receive(values, rank_ - power, kSecondPhase);
-      messages.wait();
+  const int power = adasum_power_of_two(size);
+  const int folded = size - power;  // ranks power, power + 1, ... fold into 0, 1, ...
+  const bool folds_in = rank >= power, takes_in = rank < folded;
+  if (folded > 0) {
+    step(values, folds_in ? rank - power : -1, received, takes_in ? rank + power : -1, bytes);
+    if (takes_in) packed.combine(values, values, received);
+  }
+  for (int distance = 1; distance < power; distance *= 2) {
+    const int neighbour = folds_in ? -1 : rank ^ distance;
+    step(values, neighbour, received, neighbour, bytes);
+    if (folds_in) continue;
+    if (rank < neighbour) {
+      packed.combine(values, values, received);
     } else {
-      if (rank_ < folded) {
-        receive(received, rank_ + power, kFirstPhase);
-        messages.wait();
-        packed.combine(values, values, received);
-      }
-      for (int distance = 1; distance < power; distance *= 2) {
-        const int neighbour = rank_ ^ distance;
-        receive(received, neighbour, kFirstPhase);
-        send(neighbour, kFirstPhase);
-        messages.wait();
-        if (rank_ < neighbour) {
-          packed.combine(values, values, received);
-        } else {
-          packed.combine(values, received, values);
-        }
-      }
-      if (rank_ < folded) {
-        send(rank_ + power, kSecondPhase);
-        messages.wait();
-      }
+      packed.combine(values, received, values);
     }
-    packed.store(elements, values);
-  });
+  }
+  if (folded > 0) {
+    step(values, takes_in ? rank + power : -1, values, folds_in ? rank - power : -1, bytes);
+  }
+  packed.store(elements, values);
 }
 
 }  // namespace hvdtorch

@@ -16,6 +16,7 @@
 #include <numeric>
 #include <utility>
 
+#include "transport/adasum.h"
 #include "transport/host_messages.h"
 
 namespace hvdtorch {
@@ -242,6 +243,20 @@ void HostCollectives::reduce_scatter(const Reduction& reduction, const void* in,
                       .result = [&](int64_t i) { return static_cast<std::byte*>(out) + i * chunk; },
                       .before = [](int64_t) {},
                       .after = [](int64_t) {}});
+  });
+}
+
+void HostCollectives::adasum(const Reduction& reduction, void* data,
+                             const std::vector<Span>& tensors) {
+  run([&] {
+    adasum_by_doubling(
+        rank_, size_, reduction, data, tensors, [this](int64_t bytes) { return scratch(bytes); },
+        [this](const std::byte* sent, int to, std::byte* received, int from, int64_t bytes) {
+          Messages messages(*this);
+          if (from >= 0) messages.recv({received, bytes}, from, kFirstPhase);
+          if (to >= 0) messages.send({const_cast<std::byte*>(sent), bytes}, to, kFirstPhase);
+          messages.wait();
+        });
   });
 }
 

@@ -121,11 +121,15 @@ Vector formula(std::vector<Vector> ranks) {
 // Every rank's adasum() of its bytes; all must end alike.
 Bytes run_adasum(const Reduction& reduction, const std::vector<Bytes>& inputs,
                  const std::vector<Span>& tensors) {
-  Job job(static_cast<int>(inputs.size()));
-  std::vector<Bytes> results = inputs;
-  job.run([&](HostCollectives& transport) {
-    transport.adasum(reduction, results[transport.rank()].data(), tensors);
-  });
+  std::vector<Bytes> results;
+  for (Medium medium : kMedia) {
+    Job job(static_cast<int>(inputs.size()), medium);
+    const size_t first = results.size();
+    results.insert(results.end(), inputs.begin(), inputs.end());
+    job.run([&](Transport& transport) {
+      transport.adasum(reduction, results[first + transport.rank()].data(), tensors);
+    });
+  }
   for (const Span& tensor : tensors) {
     const int64_t size = size_of(reduction.dtype);
     for (const Bytes& result : results) {
@@ -344,17 +348,19 @@ const Case in_one_place("reduce() gives the same bits as the collective, whereve
 });
 
 const Case nothing("no tensors, and tensors of no elements", [] {
-  for (int ranks = 1; ranks <= kMostRanks; ++ranks) {
-    Job(ranks).run([](HostCollectives& transport) {
-      transport.adasum({DataType::kFloat32, ReduceOp::kAdasum}, nullptr, {});
-      transport.adasum({DataType::kFloat16, ReduceOp::kAdasum}, nullptr, {{0, 0}, {0, 0}});
-      transport.barrier();
-    });
+  for (Medium medium : kMedia) {
+    for (int ranks = 1; ranks <= kMostRanks; ++ranks) {
+      Job(ranks, medium).run([](Transport& transport) {
+        transport.adasum({DataType::kFloat32, ReduceOp::kAdasum}, nullptr, {});
+        transport.adasum({DataType::kFloat16, ReduceOp::kAdasum}, nullptr, {{0, 0}, {0, 0}});
+        transport.barrier();
+      });
+    }
   }
 });
 
 const Case among_others("between other collectives, round after round, over all tags", [] {
-  Job(3).run([](HostCollectives& transport) {
+  Job(3, Medium::kLinks).run([](Transport& transport) {
     for (int i = 0; i < 600; ++i) {
       float axis[3] = {};
       axis[transport.rank()] = static_cast<float>(i + 1);
@@ -369,7 +375,7 @@ const Case among_others("between other collectives, round after round, over all 
 
 // --- failures ---
 
-void small_adasum(HostCollectives& transport) {
+void small_adasum(Transport& transport) {
   std::vector<float> data(500, 1.0f);
   transport.adasum({DataType::kFloat32, ReduceOp::kAdasum}, data.data(), {{0, 200}, {250, 250}});
 }
@@ -377,7 +383,7 @@ void small_adasum(HostCollectives& transport) {
 const Case aborted("abort() ends it on a rank in every part of the tree", [] {
   for (int ranks : {2, 3, 4, 6, 7}) {
     for (int absent = 0; absent < ranks; ++absent) {
-      Job job(ranks);
+      Job job(ranks, kMedia[absent % 2]);
       std::vector<std::future<std::string>> blocked;
       for (int r = 0; r < ranks; ++r) {
         if (r == absent) continue;
@@ -393,13 +399,13 @@ const Case aborted("abort() ends it on a rank in every part of the tree", [] {
 
 const Case racing("abort() at any time, of ranks that are busy", [] {
   for (int round = 0; round < 40; ++round) {
-    Job job(5);
+    Job job(5, kMedia[round % 2]);
     std::atomic<int> rounds{0};
     std::jthread aborter([&](const std::stop_token& stop) {
       while (rounds < 5 * round && !stop.stop_requested()) std::this_thread::yield();
       for (auto& transport : job.transports) transport->abort("stop");
     });
-    job.run([&](HostCollectives& transport) {
+    job.run([&](Transport& transport) {
       const std::string why = check_throws<TransportError>([&] {
         for (;; ++rounds) small_adasum(transport);
       });
@@ -410,8 +416,8 @@ const Case racing("abort() at any time, of ranks that are busy", [] {
 
 const Case vanished("a peer that vanishes fails it, and all later ones alike", [] {
   for (int ranks : {2, 3, 4}) {
-    Job job(ranks);
-    HostCollectives& transport = *job.transports[0];
+    Job job(ranks, Medium::kLinks);
+    Transport& transport = *job.transports[0];
     auto blocked = std::async(std::launch::async, [&] {
       return check_throws<TransportError>([&] { small_adasum(transport); });
     });

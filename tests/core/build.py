@@ -26,6 +26,7 @@ MAIN = "tests/core/main.cc"
 SOURCES = (
     "csrc/core/*.cc",
     "csrc/channel/*.cc",
+    "csrc/shared/*.cc",
     "csrc/transport/*.cc",
     "csrc/kernels/*.cc",
     "tests/core/*_test.cc",
@@ -36,7 +37,11 @@ SOURCES = (
 )
 SANITIZERS = ("none", "address,undefined", "thread")
 # -g1: lines in the sanitizers' reports, in half the time that -g takes to compile.
-FLAGS = ("-std=c++20", "-O1", "-g1", "-pthread", "-Wall", "-Wextra", "-Werror", "-I", "csrc")
+# -ffp-contract=off as in the package: one rounding per operation.
+FLAGS = (
+    *("-std=c++20", "-O1", "-g1", "-pthread", "-ffp-contract=off"),
+    *("-Wall", "-Wextra", "-Werror", "-I", "csrc"),
+)
 # Plain kernels are compiled as in the package, so that what is tested are the vectorised loops.
 PLAIN_KERNEL_FLAGS = ("-O3",)
 PARALLEL = 2

@@ -16,7 +16,8 @@ from support.cluster import Clusters
 _NOTHING_IN_THE_LOG = {"HVDTORCH_INLINE_LIMIT": "0", "HVDTORCH_LONE_INLINE_LIMIT": "0"}
 TRANSPORTS: dict[str, dict[str, str]] = {
     "log": {},
-    "gloo": _NOTHING_IN_THE_LOG,
+    "shared_memory": _NOTHING_IN_THE_LOG,
+    "gloo": {**_NOTHING_IN_THE_LOG, "HVDTORCH_SHARED_MEMORY": "0"},
 }
 NEVER_IN_THE_LOG = ("alltoall", "reducescatter")
 SUBSETS = {2: [1], 3: [0, 2], 4: [1, 2, 3]}

@@ -9,68 +9,70 @@
 namespace hvdtorch::test {
 namespace {
 
-using Body = std::function<void(HostCollectives&)>;
+using Body = std::function<void(Transport&)>;
 
 // Each blocks for ever on rank 0 when rank 1 takes no part.
 const std::vector<Body> kBlocking = {
-    [](HostCollectives& transport) {
+    [](Transport& transport) {
       Bytes data(64);
       transport.allreduce({DataType::kUInt8, ReduceOp::kSum}, data.data(), 64);
     },
-    [](HostCollectives& transport) {
+    [](Transport& transport) {
       Bytes data(100000);
       transport.allreduce({DataType::kUInt8, ReduceOp::kSum}, data.data(), 100000);
     },
-    [](HostCollectives& transport) {
+    [](Transport& transport) {
       Bytes in(20000), out(10000);
       transport.reduce_scatter({DataType::kUInt8, ReduceOp::kSum}, in.data(), out.data(),
                                {10000, 10000});
     },
-    [](HostCollectives& transport) {
+    [](Transport& transport) {
       Bytes in(10), out(20);
       transport.allgather(in.data(), out.data(), {10, 10});
     },
-    [](HostCollectives& transport) {
+    [](Transport& transport) {
       Bytes data(10);
       transport.broadcast(data.data(), 10, 1);
     },
-    [](HostCollectives& transport) {
+    [](Transport& transport) {
       Bytes in(20), out(20);
       transport.alltoall(in.data(), {10, 10}, out.data(), {10, 10});
     },
-    [](HostCollectives& transport) { transport.barrier(); },
+    [](Transport& transport) { transport.barrier(); },
 };
 
 const Case aborted("abort() from another thread ends a blocked collective with its reason", [] {
-  for (const Body& body : kBlocking) {
-    Job job(2);
-    HostCollectives& transport = *job.transports[0];
-    std::promise<void> started;
-    auto blocked = std::async(std::launch::async, [&] {
-      started.set_value();
-      return check_throws<TransportError>([&] { body(transport); });
-    });
-    started.get_future().wait();
-    transport.abort("rank 1 was lost");
-    transport.abort("a later reason");
-    check_eq(blocked.get(), std::string("rank 1 was lost"));
-    for (const Body& later : kBlocking) {
-      check_eq(check_throws<TransportError>([&] { later(transport); }),
-               std::string("rank 1 was lost"));
+  for (Medium medium : kMedia) {
+    for (const Body& body : kBlocking) {
+      Job job(2, medium);
+      Transport& transport = *job.transports[0];
+      std::promise<void> started;
+      auto blocked = std::async(std::launch::async, [&] {
+        started.set_value();
+        return check_throws<TransportError>([&] { body(transport); });
+      });
+      started.get_future().wait();
+      transport.abort("rank 1 was lost");
+      transport.abort("a later reason");
+      check_eq(blocked.get(), std::string("rank 1 was lost"));
+      for (const Body& later : kBlocking) {
+        check_eq(check_throws<TransportError>([&] { later(transport); }),
+                 std::string("rank 1 was lost"));
+      }
     }
   }
 });
 
 // abort() at any moment of running collectives: what the thread sanitizer is to look at.
 const Case racing("abort() at any time, of ranks that are busy", [] {
-  for (int round = 0; round < 40; ++round) {
-    Job job(3);
+  for (int round = 0; round < 80; ++round) {
+    Job job(3, kMedia[round % 2]);
     std::atomic<int> rounds{0};
     std::jthread aborter([&](const std::stop_token& stop) {
-      while (rounds < 5 * round && !stop.stop_requested()) std::this_thread::yield();
+      while (rounds < 3 * round && !stop.stop_requested()) std::this_thread::yield();
       for (auto& transport : job.transports) transport->abort("stop");
     });
-    job.run([&](HostCollectives& transport) {
+    job.run([&](Transport& transport) {
       Bytes data(6000);
       const std::string why = check_throws<TransportError>([&] {
         for (;;) {
@@ -86,8 +88,8 @@ const Case racing("abort() at any time, of ranks that are busy", [] {
 
 const Case vanished("a peer that vanishes fails the collective, and all later ones alike", [] {
   for (const Body& body : kBlocking) {
-    Job job(2);
-    HostCollectives& transport = *job.transports[0];
+    Job job(2, Medium::kLinks);
+    Transport& transport = *job.transports[0];
     auto blocked = std::async(
         std::launch::async, [&] { return check_throws<TransportError>([&] { body(transport); }); });
     job.transports[1].reset();
@@ -99,8 +101,8 @@ const Case vanished("a peer that vanishes fails the collective, and all later on
 });
 
 const Case mismatch("lengths that differ fail on both ranks", [] {
-  Job job(2);
-  job.run([](HostCollectives& transport) {
+  Job job(2, Medium::kLinks);
+  job.run([](Transport& transport) {
     Bytes data(20);
     const int64_t length = 10 + transport.rank();
     const std::string why = check_throws<TransportError>(

@@ -1,6 +1,4 @@
-// Every collective over in-process links, at 1 to 5 ranks, against what its definition says.
-#include "transport/host_collectives.h"
-
+// Every collective of every host transport, at 1 to 5 ranks, against what its definition says.
 #include <algorithm>
 #include <atomic>
 #include <numeric>
@@ -53,14 +51,14 @@ void check_same(const Bytes& actual, const Bytes& expected, const std::string& w
   }
 }
 
-std::string text_of(const char* what, const HostCollectives& transport, int64_t size) {
+std::string text_of(const char* what, const Transport& transport, int64_t size) {
   return std::string(what) + " of " + std::to_string(size) + ", rank " +
          std::to_string(transport.rank()) + " of " + std::to_string(transport.size());
 }
 
 // --- one collective each, checked on every rank ---
 
-void check_allreduce(HostCollectives& transport, const Reduction& reduction, int64_t count,
+void check_allreduce(Transport& transport, const Reduction& reduction, int64_t count,
                      uint64_t round) {
   const int64_t bytes = count * size_of(reduction.dtype);
   std::vector<Bytes> inputs;
@@ -70,7 +68,7 @@ void check_allreduce(HostCollectives& transport, const Reduction& reduction, int
   check_same(data, reduced(reduction, inputs, count), text_of("allreduce", transport, count));
 }
 
-void check_reduce_scatter(HostCollectives& transport, const Reduction& reduction,
+void check_reduce_scatter(Transport& transport, const Reduction& reduction,
                           const std::vector<int64_t>& counts, uint64_t round) {
   const int64_t element = size_of(reduction.dtype);
   const int64_t total = std::accumulate(counts.begin(), counts.end(), int64_t{0});
@@ -85,8 +83,7 @@ void check_reduce_scatter(HostCollectives& transport, const Reduction& reduction
              text_of("reduce_scatter", transport, total));
 }
 
-void check_allgather(HostCollectives& transport, const std::vector<int64_t>& bytes,
-                     uint64_t round) {
+void check_allgather(Transport& transport, const std::vector<int64_t>& bytes, uint64_t round) {
   std::vector<Bytes> parts;
   for (int r = 0; r < transport.size(); ++r) parts.push_back(input(round, r, bytes[r]));
   const Bytes expected = joined(parts);
@@ -102,7 +99,7 @@ void check_allgather(HostCollectives& transport, const std::vector<int64_t>& byt
   check_same(in_place, expected, what + " in place");
 }
 
-void check_broadcast(HostCollectives& transport, int64_t bytes, int root, uint64_t round) {
+void check_broadcast(Transport& transport, int64_t bytes, int root, uint64_t round) {
   Bytes data = input(round, transport.rank(), bytes);
   transport.broadcast(data.data(), bytes, root);
   check_same(data, input(round, root, bytes),
@@ -110,7 +107,7 @@ void check_broadcast(HostCollectives& transport, int64_t bytes, int root, uint64
 }
 
 // bytes[from * P + to]
-void check_alltoall(HostCollectives& transport, const std::vector<int64_t>& bytes, uint64_t round) {
+void check_alltoall(Transport& transport, const std::vector<int64_t>& bytes, uint64_t round) {
   const int ranks = transport.size(), me = transport.rank();
   std::vector<int64_t> sent, received;
   std::vector<Bytes> in, expected;
@@ -128,8 +125,10 @@ void check_alltoall(HostCollectives& transport, const std::vector<int64_t>& byte
 
 // --- cases ---
 
-void for_each_size(const std::function<void(HostCollectives&)>& body) {
-  for (int ranks = 1; ranks <= kMostRanks; ++ranks) Job(ranks).run(body);
+void for_each_size(const std::function<void(Transport&)>& body) {
+  for (Medium medium : kMedia) {
+    for (int ranks = 1; ranks <= kMostRanks; ++ranks) Job(ranks, medium).run(body);
+  }
 }
 
 // Elements of int32 around every edge: alignment, the direct limit, chunks, slices.
@@ -137,7 +136,7 @@ const int64_t kCounts[] = {0,   1,   3,   15,  16,  17,  31,  32,  33,   63,   6
                            128, 129, 255, 256, 257, 511, 512, 513, 1000, 1023, 1024, 1025, 5000};
 
 const Case allreduce("allreduce of every length around every edge", [] {
-  for_each_size([](HostCollectives& transport) {
+  for_each_size([](Transport& transport) {
     uint64_t round = 0;
     for (int64_t count : kCounts) {
       check_allreduce(transport, {DataType::kInt32, ReduceOp::kSum}, count, ++round);
@@ -147,7 +146,7 @@ const Case allreduce("allreduce of every length around every edge", [] {
 });
 
 const Case dtypes("allreduce of every dtype, short and long, gives all ranks the same bits", [] {
-  for_each_size([](HostCollectives& transport) {
+  for_each_size([](Transport& transport) {
     uint64_t round = 0;
     for (int d = 0; d < kNumDataTypes; ++d) {
       for (ReduceOp op : {ReduceOp::kAverage, ReduceOp::kSum, ReduceOp::kProduct}) {
@@ -161,7 +160,7 @@ const Case dtypes("allreduce of every dtype, short and long, gives all ranks the
 });
 
 const Case factors("factors and the divisor apply, at one rank too", [] {
-  for_each_size([](HostCollectives& transport) {
+  for_each_size([](Transport& transport) {
     std::vector<float> data(700, 6.0f);
     for (int64_t count : {7, 700}) {
       std::fill(data.begin(), data.end(), 6.0f);
@@ -174,7 +173,7 @@ const Case factors("factors and the divisor apply, at one rank too", [] {
 });
 
 const Case reduce_scatter("reduce_scatter of even and uneven shares, some empty", [] {
-  for_each_size([](HostCollectives& transport) {
+  for_each_size([](Transport& transport) {
     const Reduction sum{DataType::kInt32, ReduceOp::kSum};
     uint64_t round = 0;
     for (int64_t count : kCounts) {
@@ -190,7 +189,7 @@ const Case reduce_scatter("reduce_scatter of even and uneven shares, some empty"
 });
 
 const Case allgather("allgather of even and uneven parts, some empty", [] {
-  for_each_size([](HostCollectives& transport) {
+  for_each_size([](Transport& transport) {
     uint64_t round = 0;
     for (int64_t count : kCounts) {
       std::vector<int64_t> bytes(transport.size(), count);
@@ -202,7 +201,7 @@ const Case allgather("allgather of even and uneven parts, some empty", [] {
 });
 
 const Case broadcast("broadcast of every length from every root", [] {
-  for_each_size([](HostCollectives& transport) {
+  for_each_size([](Transport& transport) {
     uint64_t round = 0;
     for (int64_t count : kCounts) {
       for (int root = 0; root < transport.size(); ++root) {
@@ -213,7 +212,7 @@ const Case broadcast("broadcast of every length from every root", [] {
 });
 
 const Case alltoall("alltoall of even and uneven parts, some empty", [] {
-  for_each_size([](HostCollectives& transport) {
+  for_each_size([](Transport& transport) {
     uint64_t round = 0;
     for (int64_t count : kCounts) {
       std::vector<int64_t> bytes(transport.size() * transport.size(), count);
@@ -225,20 +224,22 @@ const Case alltoall("alltoall of even and uneven parts, some empty", [] {
 });
 
 const Case barrier("no rank leaves a barrier before all have entered", [] {
-  for (int ranks = 1; ranks <= kMostRanks; ++ranks) {
-    std::atomic<int> entered{0};
-    Job(ranks).run([&](HostCollectives& transport) {
-      for (int round = 1; round <= 50; ++round) {
-        ++entered;
-        transport.barrier();
-        check(entered >= round * ranks, "left early");
-      }
-    });
+  for (Medium medium : kMedia) {
+    for (int ranks = 1; ranks <= kMostRanks; ++ranks) {
+      std::atomic<int> entered{0};
+      Job(ranks, medium).run([&](Transport& transport) {
+        for (int round = 1; round <= 50; ++round) {
+          ++entered;
+          transport.barrier();
+          check(entered >= round * ranks, "left early");
+        }
+      });
+    }
   }
 });
 
 // All ranks draw the same numbers, so that they agree on what comes next.
-void random_round(HostCollectives& transport, std::mt19937_64& random) {
+void random_round(Transport& transport, std::mt19937_64& random) {
   const int ranks = transport.size();
   const uint64_t round = random();
   const auto length = [&] { return static_cast<int64_t>(random() % 4 == 0 ? 0 : random() % 3000); };
@@ -271,23 +272,25 @@ void random_round(HostCollectives& transport, std::mt19937_64& random) {
 
 const Case random_rounds("200 random collectives in a row", [] {
   const uint64_t seed = std::random_device{}();
-  for (int ranks = 2; ranks <= kMostRanks; ++ranks) {
-    Job(ranks).run([&](HostCollectives& transport) {
-      std::mt19937_64 random(seed + ranks);
-      for (int i = 0; i < 200; ++i) {
-        try {
-          random_round(transport, random);
-        } catch (const CheckFailure& failure) {
-          fail("seed " + std::to_string(seed) + ", round " + std::to_string(i) + ": " +
-               failure.what());
+  for (Medium medium : kMedia) {
+    for (int ranks = 2; ranks <= kMostRanks; ++ranks) {
+      Job(ranks, medium).run([&](Transport& transport) {
+        std::mt19937_64 random(seed + ranks);
+        for (int i = 0; i < 200; ++i) {
+          try {
+            random_round(transport, random);
+          } catch (const CheckFailure& failure) {
+            fail("seed " + std::to_string(seed) + ", round " + std::to_string(i) + ": " +
+                 failure.what());
+          }
         }
-      }
-    });
+      });
+    }
   }
 });
 
 const Case tags("tags come round: more collectives than there are numbers", [] {
-  Job(3).run([](HostCollectives& transport) {
+  Job(3, Medium::kLinks).run([](Transport& transport) {
     for (int i = 0; i < 1200; ++i) {
       int32_t value = i + transport.rank();
       transport.allreduce({DataType::kInt32, ReduceOp::kSum}, &value, 1);
@@ -298,8 +301,11 @@ const Case tags("tags come round: more collectives than there are numbers", [] {
 
 const Case soak("large reduce_scatter of float64, default sizes", [] {
   constexpr int64_t kCount = 1 << 20;  // 8 MiB
-  for (int ranks : {2, 3}) {
-    Job(ranks, CollectiveSizes{}).run([&](HostCollectives& transport) {
+  for (const auto& [medium, ranks] : {std::pair{Medium::kLinks, 2},
+                                      {Medium::kLinks, 3},
+                                      {Medium::kSharedMemory, 2},
+                                      {Medium::kSharedMemory, 3}}) {
+    Job(ranks, medium, {}, {}).run([&, ranks = ranks](Transport& transport) {
       std::vector<int64_t> counts(ranks, kCount / ranks);
       counts.back() += kCount % ranks;
       std::vector<double> in(kCount), out(counts[transport.rank()]);

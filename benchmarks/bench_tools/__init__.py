@@ -1,0 +1,8 @@
+"""What the benchmarks share.
+
+ranks.py      the ranks of a run: started with torchrun unless a launcher did
+rounds.py     how anything is timed: interleaved rounds, the slowest rank counts
+machine.py    where and with what a run took place
+options.py    parsers of comma lists
+charts.py     PNG files, if matplotlib is there
+"""
