@@ -135,10 +135,10 @@ def arrange(fresh: list[Slot], launches: Launches) -> Meeting[None]:
     order = {slot: i for i, slot in enumerate(sorted(fresh, key=lambda slot: slot.position))}
     rows = []
     for slot in fresh:
-        strides = _strides(slot)
+        own = _strides(slot)
         position = order[slot] if slot.position else _ELSEWHERE
-        layout = zlib.crc32(str(strides).encode())
-        rows.append([_NEVER if strides is None else position, layout, -layout])
+        layout = zlib.crc32(str(own).encode())
+        rows.append([_NEVER if own is None else position, layout, -layout])
         slot.position = 0
     agreed = torch.tensor(rows)
     handle = _submit(

@@ -63,7 +63,6 @@ class Launches:
         self._changed = changed  # to be called when the joint buckets fit no longer
         self.joint: list[JointBucket] = []
         self.former: list[JointBucket] = []  # those before the last change
-        self.former: list[JointBucket] = []  # those before the last change
         self.positions = 0  # given to gradients as they became ready
         self.asides: list[Slot] = []  # slots whose `aside` is, or was, in use
         self.held_back = True  # nothing is launched: the ranks have yet to agree about the groups
