@@ -1,6 +1,7 @@
 """The typed contract between the Python API and the native core (csrc/bind)."""
 
-from typing import TypedDict
+from collections.abc import Callable
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -53,6 +54,63 @@ def submit(
 ) -> Handle:
     """Submit one operation. Raises ValueError for what this rank alone can see is wrong (duplicate
     name in flight, unsupported dtype or device, ...), HorovodInternalError when the job is down."""
+
+class GradientHooks:
+    """What runs around the accumulation into `.grad` of one group's parameters."""
+
+    fired: bool  # a gradient was accumulated in the current pass
+    def __init__(self, group: object) -> None:
+        """`group` is handed to the callbacks of on_gradient(); it is not kept alive."""
+    def add(self, parameter: Tensor, hooked: bool) -> None:
+        """One more parameter. `hooked`: it can have a gradient."""
+    def set_marks(self, marks: bytearray, guards: bytearray) -> None:
+        """Where marks and guards are, a byte for each parameter; their size is fixed from now."""
+    def open(self, task: int, reduces: bool) -> None:
+        """In this backward(), gradients of buckets are reduced; or all are only accumulated."""
+    def close(self) -> None:
+        """Python decides about every gradient, until open()."""
+    def refresh(self) -> bool:
+        """Hook what was converted to another type since. Whether there was any."""
+    def release(self) -> None:
+        """Remove the hooks and let go of the parameters."""
+
+def on_gradient(before: Callable[[Any, int], None], after: Callable[[Any, int], None]) -> None:
+    """What is called, with group and index, for what the hooks do not deal with themselves."""
+
+class GradientBucket:
+    """Gradients that are reduced by one operation, in one piece of memory."""
+
+    in_flight: bool
+    launches: int  # so far
+    def __init__(
+        self,
+        hooks: GradientHooks,
+        members: list[int],  # indices of the group's parameters
+        sizes: list[list[int]],
+        strides: list[list[int]],  # dense; the same on all ranks
+        dtype: torch.dtype,
+        name: str,  # of the operation
+        reduce_op: int,
+        prescale: float,
+        postscale: float,
+        process_set: int,
+    ) -> None: ...
+    def offer(self, member: int) -> bool:
+        """The member's `.grad` is ready; the last one launches. False: it does not fit."""
+    def launch(self) -> None:
+        """Reduce what is in `.grad` of the members, and zeros for what is not there."""
+    def launch_zeros(self) -> None:
+        """Take part with zeros, and touch no gradient."""
+    def retire(self) -> None:
+        """No gradient is for this bucket any more."""
+    def handle(self) -> Handle:
+        """The operation in flight."""
+    def gradients(self) -> list[Tensor | None]:
+        """What it reduces; None where it was given zeros."""
+    def land(self) -> None:
+        """It is complete: let go of it."""
+    def abandon(self) -> None:
+        """It may never be: let go of it, and leave it its memory."""
 
 class RuntimeSettings(TypedDict):
     fusion_threshold: int  # bytes; 0 = no fusion

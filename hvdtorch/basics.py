@@ -40,6 +40,7 @@ _link: object = None
 _round = 0  # init() calls of this process that met other ranks
 _last_words = ""  # the exception that ends this script, told to the other ranks
 _echo_fd = -1  # where hvdrun wants to hear that this rank fails because another one did
+_bucket_size = 0  # see bucket_size()
 _at_shutdown: list[Callable[[], None]] = []
 
 
@@ -67,7 +68,7 @@ def init(
         TimeoutError, ConnectionError, RuntimeError: the ranks did not meet within the start
             timeout (HVDTORCH_START_TIMEOUT, 30 s); the text names the ranks that are missing.
     """
-    global _placement, _homogeneous, _link, _round, _echo_fd
+    global _placement, _homogeneous, _link, _round, _echo_fd, _bucket_size
     launch = find_launch(os.environ)
     _check_communicator(comm, launch.size)
     sets = given_at_init(process_sets)
@@ -97,6 +98,7 @@ def init(
         hosts, fds, shared, _link = meeting.hosts, meeting.fds, meeting.settings, meeting.link
         memory = meeting.shared
     core = _core(config, placement.local_rank)
+    _bucket_size = int(shared["bucket_size"])
     _C.start(
         rank=placement.rank,
         size=placement.size,
@@ -277,6 +279,11 @@ def rank() -> int:
 def size() -> int:
     """Number of processes in the job. ValueError before init()."""
     return _here().size
+
+
+def bucket_size() -> int:
+    """Bytes of gradients to reduce together, as rank 0 has decided for the job."""
+    return _bucket_size
 
 
 def local_rank() -> int:

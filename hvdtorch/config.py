@@ -198,6 +198,14 @@ class Config:
         flag_scale=1 << 20,
         help="Most data that small tensors are packed into for one transfer; 0 turns packing off.",
     )
+    bucket_size: int = setting(
+        "BUCKET_SIZE",
+        kind=COUNT,
+        default=1 << 20,
+        unit="bytes",
+        help="Size of the buckets in which DistributedOptimizer reduces gradients; those that are "
+        "as large, alone; 0 = each alone.",
+    )
     cycle_time: float = setting(
         "CYCLE_TIME",
         "HOROVOD_CYCLE_TIME",

@@ -9,16 +9,18 @@ import hashlib
 import json
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from . import _C
 from .compression import NoneCompressor
 from .operation import ALLGATHER, AVERAGE, MAX, MIN, PRODUCT, SUM
 from .process_sets import ProcessSet, global_process_set
+
+if TYPE_CHECKING:
+    from .gradient_buckets import JointBucket
 
 _T = TypeVar("_T")
 
@@ -59,18 +61,19 @@ class Slot:
     """A parameter to reduce, and where its reduction stands."""
 
     __slots__ = (
+        "alone",
         "aside",
         "bucket",
         "context",
         "dtype",
         "group",
-        "guarded",
         "handle",
-        "hooks",
         "index",
+        "joint",
         "name",
         "operation",
         "parameter",
+        "position",
         "reduced",
         "shape",
         "tensor",
@@ -80,13 +83,15 @@ class Slot:
     def __init__(self, group: Group, index: int, name: str, parameter: Tensor) -> None:
         self.group = group
         self.bucket: Bucket | None = None
+        self.joint: JointBucket | None = None  # see gradient_buckets.py
+        self.alone = False  # never to be in a joint bucket
+        self.position = 0  # in the order in which gradients became ready
         self.index = index  # in group.slots and group.marks
         self.name = name
         self.operation = f"allreduce.{name}"
         self.parameter = weakref.ref(parameter)  # its hooks refer to this slot
         self.shape = parameter.shape
         self.dtype = parameter.dtype
-        self.hooks: list[RemovableHandle] = []
         self.handle: _C.Handle | None = None  # the reduction in flight
         self.tensor: Tensor | None = None  # the gradient it reduces, until the end of the round
         self.wire: Tensor | None = None  # what travels, if compressed
@@ -94,13 +99,21 @@ class Slot:
         self.aside: Tensor | None = (
             None  # reduced content that a new contribution must not be added to
         )
-        self.guarded = False  # whether the hook before accumulation has to look closer
         # What the last round left in `.grad`; kept for ops that must not be applied to it again.
         self.reduced: Callable[[], Tensor | None] | None = None
 
     def __str__(self) -> str:
         bucket = "" if self.bucket is None else f" in group {self.bucket.number} of groups="
         return f"{self.name!r} {list(self.shape)} {self.dtype}{bucket} ({self.group.settings})"
+
+    @property
+    def guarded(self) -> bool:
+        """Whether `.grad` holds what a new contribution must not be added to."""
+        return bool(self.group.guards[self.index])
+
+    @guarded.setter
+    def guarded(self, value: bool) -> None:
+        self.group.guards[self.index] = value
 
     def gradient(self) -> Tensor | None:
         parameter = self.parameter()
@@ -171,8 +184,10 @@ class Group:
         self.slots: list[Slot] = []
         self.buckets: list[Bucket] = []
         self.marks = bytearray()  # what this rank announces, one byte per slot
+        self.guards = bytearray()  # see Slot.guarded
+        self.hooks = _C.GradientHooks(self)
+        self.outside: list[Slot] = []  # of no joint bucket yet
         self.passes = 0  # since the last reduction
-        self.fired = False  # in the current pass
         self.met = False  # a round has covered this group since the last step()
         self._lease: Callable[[], Lease | None] = lambda: None
         self.configure(settings)
@@ -189,6 +204,14 @@ class Group:
         # Arguments of submit(), from `reduce_op` to `splits`.
         self.arithmetic = (settings.op, self.prescale, self.postscale, 0, None)
 
+    def add(self, name: str, parameter: Tensor) -> Slot:
+        slot = Slot(self, len(self.slots), name, parameter)
+        self.slots.append(slot)
+        self.hooks.add(parameter, parameter.is_floating_point() or parameter.is_complex())
+        self.marks, self.guards = self.marks + b"\0", self.guards + b"\0"
+        self.hooks.set_marks(self.marks, self.guards)
+        return slot
+
     @property
     def alive(self) -> bool:
         return self._lease() is not None
@@ -198,17 +221,11 @@ class Group:
         if lease is None:
             lease = Lease()
             self._lease = weakref.ref(lease)
-            weakref.finalize(lease, self._unhook).atexit = False
+            weakref.finalize(lease, self.hooks.release).atexit = False
         return lease
 
-    def _unhook(self) -> None:
-        for slot in self.slots:
-            for hook in slot.hooks:
-                hook.remove()
-            slot.hooks = []
-
     def clear_marks(self) -> None:
-        self.marks = bytearray(len(self.slots))
+        self.marks[:] = bytes(len(self.slots))  # in place: the hooks share them
         self.passes = 0
 
 
@@ -247,21 +264,22 @@ def gather(name: str, tensor: Tensor, process_set: int) -> _C.Handle:
     )
 
 
-def first_difference(texts: Sequence[str], process_set: ProcessSet) -> Meeting[str]:
-    """Called on all ranks of the set, when they do not agree: says what differs first, the same on
-    all of them."""
-    ranks = process_set.ranks or []
-    own = [str(ranks[process_set.rank() or 0]), *texts]
-    text = bytearray(json.dumps(own).encode() + b"\0")
-    handle = gather(
-        "hvdtorch.gradient_layout",
-        torch.frombuffer(text, dtype=torch.uint8),
-        process_set.process_set_id or 0,
-    )
+def exchange(texts: Sequence[str], name: str, process_set: ProcessSet) -> Meeting[list[list[str]]]:
+    """What every rank that takes part has to say, in the order of ranks."""
+    own = bytearray(json.dumps(texts).encode() + b"\0")
+    handle = gather(name, torch.frombuffer(own, dtype=torch.uint8), process_set.process_set_id or 0)
     yield handle
     handle.wait()
     everyones = handle.outputs()[0].numpy().tobytes().split(b"\0")[:-1]
-    (first, *mine), *others = map(json.loads, everyones)
+    return [json.loads(each) for each in everyones]
+
+
+def first_difference(texts: Sequence[str], process_set: ProcessSet) -> Meeting[str]:
+    """Called on all ranks of the set, when they do not agree: says what differs first, the same on
+    all of them."""
+    rank = str((process_set.ranks or [])[process_set.rank() or 0])
+    everyones = yield from exchange([rank, *texts], "hvdtorch.gradient_layout", process_set)
+    (first, *mine), *others = everyones
     for rank, *theirs in others:
         for index in range(max(len(mine), len(theirs))):
             here, there = (

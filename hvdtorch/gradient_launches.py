@@ -22,20 +22,27 @@ Note [Passes that raised]
     What the other ranks will never launch would stay in flight for ever. Hence nothing is launched
     while groups have changed and the ranks have not agreed about them yet: the first round agrees,
     and launches what the pass has made ready.
+
+    What such a pass has made ready without launching it, since the joint bucket was incomplete,
+    counts as left as well, so that ranks see the same whether or not it was launched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from . import _C
 from .exceptions import HorovodInternalError
-from .gradient_groups import Bucket, Group, Meeting, Slot, readable
+from .gradient_groups import Bucket, Group, Meeting, Slot, exchange, readable
 from .operation import ALLREDUCE
 from .process_sets import ProcessSet
+
+if TYPE_CHECKING:
+    from .gradient_buckets import JointBucket
 
 # A slot's mark in the announcement. Ranks are combined by maximum, so the order matters.
 CLEAN = 0  # nothing to reduce here
@@ -51,28 +58,96 @@ _submit = _C.submit
 class Launches:
     """What is in flight and what is set aside, for one process set."""
 
-    def __init__(self, process_set: ProcessSet) -> None:
+    def __init__(self, process_set: ProcessSet, changed: Callable[[], None]) -> None:
         self._process_set = process_set
+        self._changed = changed  # to be called when the joint buckets fit no longer
+        self.joint: list[JointBucket] = []
+        self.former: list[JointBucket] = []  # those before the last change
+        self.positions = 0  # given to gradients as they became ready
         self.asides: list[Slot] = []  # slots whose `aside` is, or was, in use
         self.held_back = True  # nothing is launched: the ranks have yet to agree about the groups
         self._in_flight: list[Slot] = []
-        # The number of a backward() that reached a slot, and how much was in flight before.
-        self._entered: list[tuple[int, int]] = []
+        # The number of a backward() that reached a slot, and what it had found from before.
+        self._entered: list[tuple[int, list[Slot]]] = []
+        self._dropped: dict[Slot, None] = {}  # by zero_grad(), while their bucket was incomplete
 
     def entered(self, task: int) -> None:
         """A backward() has reached a slot (for the first time, or after one nested in it)."""
-        if not self._in_flight:
-            self._entered.clear()
-        self._entered.append((task, len(self._in_flight)))
+        if self.joint and self._process_set.process_set_id != self.joint[0].process_set:
+            self._changed()
+        self._entered.append((task, self.unfinished()))
 
-    def in_flight(self) -> list[Slot]:
-        return self._in_flight[:]
+    def unfinished(self) -> list[Slot]:
+        """What was made ready and is not reduced: Note [Passes that raised]."""
+        self.adopt()
+        waiting: list[Slot] = []
+        for bucket in self.joint:
+            if WAITING in bucket.group.marks:
+                waiting += bucket.marked(WAITING)
+        return [*self._in_flight, *waiting, *self._dropped]
 
     def left_over(self, task: int) -> list[Slot]:
-        """What is in flight since a backward() before this one: Note [Passes that raised]."""
+        """What was unfinished before this backward() began."""
         # The engine counts upwards, so those nested in this one have higher numbers.
-        counts = [count for each, count in self._entered if each >= task]
-        return self._in_flight[: min(counts, default=len(self._in_flight))]
+        found = next((left for each, left in self._entered if each >= task), None)
+        self._entered.clear()
+        return self.unfinished() if found is None else found
+
+    def dropped(self, slot: Slot) -> None:
+        """The user has cleared the gradient of a slot whose joint bucket was incomplete."""
+        self._dropped[slot] = None
+
+    def adopt(self) -> None:
+        """Make slots of what the hooks have launched in joint buckets: for whatever is unusual."""
+        for bucket in self.joint:
+            if bucket.native.in_flight and not bucket.adopted:
+                bucket.adopted = True
+                handle, gradients = bucket.native.handle(), bucket.native.gradients()
+                for slot, gradient in zip(bucket.slots, gradients, strict=True):
+                    slot.handle = handle
+                    slot.tensor = slot.zeros() if gradient is None else gradient
+                    slot.guarded = True
+                self._in_flight += bucket.slots
+
+    def dissolve(self) -> None:
+        """Let go of the joint buckets, but not of what they have in flight."""
+        self.adopt()
+        for bucket in self.joint:
+            bucket.native.retire()
+            for slot in bucket.slots:
+                slot.joint = None
+        if self.joint:
+            self.former, self.joint = self.joint, []
+
+    def finish_joint(self) -> Meeting[None]:
+        """After a disagreement: complete on all ranks what some have launched in joint buckets.
+
+        What is in flight alone can wait until the ranks agree, but then buckets will be others.
+        Gradients that were in flight count as left over all the same.
+        """
+        buckets = {bucket.operation: bucket for bucket in (*self.former, *self.joint)}
+        running = [name for name, bucket in buckets.items() if bucket.native.in_flight]
+        texts = [str(len(running)), *running, *buckets]
+        everyones = yield from exchange(texts, "hvdtorch.gradient_buckets", self._process_set)
+        known = set(buckets)
+        wanted: set[str] = set()
+        for count, *names in everyones:
+            wanted.update(names[: int(count)])
+            known &= set(names[int(count) :])
+        for name in sorted(wanted & known):
+            bucket = buckets[name]
+            if bucket.native.in_flight:
+                self._dropped.update(dict.fromkeys(bucket.slots))
+            else:
+                bucket.native.launch_zeros()
+            handle = bucket.native.handle()
+            yield handle
+            handle.wait()
+            bucket.native.land()
+            bucket.adopted = False
+            for slot in bucket.slots:
+                slot.settle()
+        self._in_flight = [slot for slot in self._in_flight if slot.handle is not None]
 
     def number(self) -> int:
         """The process set's, as the core knows it. TypeError if it is not registered."""
@@ -87,6 +162,7 @@ class Launches:
 
     def release_gradients(self) -> None:
         """Take out of `.grad` what a failed backward() has left in flight, so it can be written."""
+        self.adopt()
         for slot in self._in_flight:
             parameter = slot.parameter()
             if parameter is not None and parameter.grad is slot.tensor:
@@ -94,14 +170,21 @@ class Launches:
 
     def abandon(self, keep: bool) -> None:
         """After a failure: nothing is set aside any more, nor in flight, unless that is kept."""
+        self.adopt()
         if not keep:
             self._in_flight = []
+            self._dropped = {}
+            for bucket in self.joint:
+                bucket.native.abandon()
+                bucket.adopted = False
         self._entered = []
         self.asides = []
 
     def forget(self, groups: Sequence[Group]) -> None:
         """These groups are gone, with what they had in flight."""
+        self.adopt()
         self._in_flight = [slot for slot in self._in_flight if slot.group not in groups]
+        self.joint = [bucket for bucket in self.joint if bucket.group not in groups]
 
     # -- While gradients become ready
 
@@ -114,6 +197,13 @@ class Launches:
                 parameter.grad = readable(gradient)
         elif self.held_back:
             slot.group.marks[slot.index] = WAITING
+        elif slot.joint is not None:
+            self.number()
+            if not slot.joint.native.offer(slot.joint.slots.index(slot)):
+                # The parameter is not what it was: the ranks arrange their buckets anew.
+                slot.alone = True
+                self._changed()
+                slot.group.marks[slot.index] = WAITING
         elif slot.bucket is None:
             self.launch(slot, gradient)
         else:
@@ -140,6 +230,13 @@ class Launches:
         slot.guarded = True
         group.marks[slot.index] = LAUNCHED
         self._in_flight.append(slot)
+
+    def launch_joint(self, bucket: JointBucket) -> None:
+        """Launch a joint bucket that another rank has launched, or will, whatever is here."""
+        for slot in bucket.slots:
+            self.contribution(slot)
+        bucket.native.launch()
+        self.adopt()
 
     def _launch_bucket(self, bucket: Bucket) -> None:
         group = bucket.slots[0].group
@@ -232,7 +329,9 @@ class Launches:
         """Launch what other ranks launched before the round, unless this one did as well."""
         if slot.handle is not None:
             return
-        if slot.bucket is None:
+        if slot.joint is not None:
+            self.launch_joint(slot.joint)
+        elif slot.bucket is None:
             self.launch(slot, self.contribution(slot))
         else:
             self._launch_bucket(slot.bucket)
@@ -281,6 +380,16 @@ class Launches:
         """Wait for all that is in flight. After a failure nothing is; the first one is raised."""
         failure: HorovodInternalError | None = None
         slots, self._in_flight = self._in_flight, []
+        joint = [bucket for bucket in self.joint if bucket.native.in_flight]
+        for bucket in joint:
+            handle = bucket.native.handle()
+            yield handle
+            try:
+                handle.wait()
+            except HorovodInternalError as error:
+                failure = failure or error
+            bucket.native.land()
+            bucket.adopted = False
         for slot in slots:
             assert slot.handle is not None
             yield slot.handle
@@ -293,6 +402,7 @@ class Launches:
                 if failure is None:
                     _receive(slot)
                 slot.wire = slot.context = None
+        self._dropped = {}
         if failure is not None:
             raise failure
         return slots

@@ -41,18 +41,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge
-from torch.utils.hooks import unserializable_hook
 
+from . import _C
 from .gradient_groups import Bucket, Group, Settings, Slot
-from .gradient_launches import CLEAN, HELD, SPARSE, TWICE, WAITING
+from .gradient_launches import CLEAN, HELD, LAUNCHED, SPARSE, TWICE, WAITING
 from .gradient_rounds import Rounds, hold
 from .process_sets import ProcessSet
 
 _graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
 _queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
-_will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
 class GradientReducer:
@@ -62,8 +60,8 @@ class GradientReducer:
         self._rounds: dict[ProcessSet, Rounds] = {}
         self._task = -1  # the engine's number of the backward() that is running, as far as known
         self._open: dict[int, int] = {}  # numbers of those whose end is awaited, and their threads
-        self._kind = (-1, False)  # the last backward() asked about, and whether it accumulates
         self._overtaken: set[int] = set()  # those in another thread than the pass that just ended
+        _C.on_gradient(self._before, self._after)
 
     # -- Wrapping ---------------------------------------------------------------------------------
 
@@ -104,24 +102,17 @@ class GradientReducer:
             group = group or Group(owner, settings)
             if group not in rounds.groups:
                 rounds.groups.append(group)
-            rounds.groups_changed()
             # One bucket's slots stand beside each other.
             for bucket in buckets:
                 members = [fresh.pop(id(each)) for each in bucket if id(each) in fresh]
-                slots = [self._slot(group, scope + name, each) for name, each in members]
+                slots = [group.add(scope + name, each) for name, each in members]
                 known |= {id(each): slot for (_, each), slot in zip(members, slots, strict=True)}
                 if len(slots) > 1:
                     group.buckets.append(Bucket(len(group.buckets), slots))
             for name, parameter in fresh.values():
-                known[id(parameter)] = self._slot(group, scope + name, parameter)
+                known[id(parameter)] = group.add(scope + name, parameter)
+            rounds.groups_changed()
         return [known[id(parameter)] for _, parameter in parameters]
-
-    def _slot(self, group: Group, name: str, parameter: Tensor) -> Slot:
-        slot = Slot(group, len(group.slots), name, parameter)
-        group.slots.append(slot)
-        group.marks.append(CLEAN)
-        self._hook(slot, parameter)
-        return slot
 
     def _known(self) -> dict[int, Slot]:
         """The slots by id of their parameter."""
@@ -151,55 +142,30 @@ class GradientReducer:
         for rounds in self._rounds.values():
             rounds.launches.release_gradients()
 
-    # -- Hooks: they run once per parameter and pass, so every line counts -------------------------
+    # -- Hooks: called by the native ones for what is not ordinary ---------------------------------
 
-    def _hook(self, slot: Slot, parameter: Tensor) -> None:
-        if not (parameter.is_floating_point() or parameter.is_complex()):
-            return  # never has a gradient
-        group, launches = slot.group, self._of(slot.group).launches
+    def _before(self, group: Group, index: int) -> None:
+        """Something is about to be accumulated where a reduction is in flight, or was separate."""
+        launches = self._of(group).launches
+        launches.adopt()
+        launches.set_aside(group.slots[index])
 
-        @unserializable_hook
-        def before(_: Tensor) -> None:
-            if slot.guarded and self._accumulates(slot):
-                launches.set_aside(slot)
-
-        def after(parameter: Tensor) -> None:
-            task = _graph_task_id()
-            if task != self._task:
-                self._enter(task)
-            group.fired = True
-            if slot.handle is not None:
-                group.marks[slot.index] = TWICE
-            elif group.passes + 1 < group.passes_per_step:
-                group.marks[slot.index] = HELD
-            else:
-                launches.offer(slot, parameter.grad)  # type: ignore[arg-type]
-
-        required = parameter.requires_grad
-        parameter.requires_grad_(True)  # hooks can be set only then; they outlive later changes
-        slot.hooks = [
-            parameter.register_hook(before),
-            parameter.register_post_accumulate_grad_hook(after),
-        ]
-        parameter.requires_grad_(required)
-
-    def _accumulates(self, slot: Slot) -> bool:
-        """In a hook on the slot's parameter: does this backward() accumulate into `.grad`?
-
-        `torch.autograd.grad` does not, it returns the gradients. Asking the engine is not cheap,
-        so it is asked once for all slots.
-        """
+    def _after(self, group: Group, index: int) -> None:
+        """A gradient was accumulated."""
         task = _graph_task_id()
-        asked, answer = self._kind
-        if asked != task:
-            parameter = slot.parameter()
-            assert parameter is not None
-            try:
-                answer = _will_execute(get_gradient_edge(parameter).node)
-            except RuntimeError:  # how the engine says that it returns the gradients of leaves
-                answer = False
-            self._kind = (task, answer)
-        return answer
+        if task != self._task:
+            self._enter(task)
+        group.hooks.fired = True
+        slot, launches = group.slots[index], self._of(group).launches
+        if slot.handle is None and group.marks[index] == LAUNCHED:
+            launches.adopt()
+        if slot.handle is not None:
+            group.marks[index] = TWICE
+        elif group.passes + 1 < group.passes_per_step:
+            group.marks[index] = HELD
+        else:
+            slot.position = launches.positions = launches.positions + 1
+            launches.offer(slot, slot.gradient())  # type: ignore[arg-type]
 
     # -- Passes -----------------------------------------------------------------------------------
 
@@ -210,6 +176,8 @@ class GradientReducer:
         self._task = task
         for rounds in self._rounds.values():
             rounds.launches.entered(task)
+            for group in rounds.groups:
+                group.hooks.open(task, group.passes + 1 >= group.passes_per_step)
         if task not in self._open:
             self._open[task] = threading.get_ident()
             _queue_callback(lambda: self._leave(task))
@@ -245,8 +213,8 @@ class GradientReducer:
             reached = False
             left = rounds.launches.left_over(task)
             for group in rounds.groups:
-                if group.fired:
-                    group.fired = False
+                if group.hooks.fired:
+                    group.hooks.fired = False
                     if group.passes + 1 < group.passes_per_step:
                         group.passes += 1
                     else:
@@ -267,7 +235,8 @@ class GradientReducer:
         if not groups:
             return
         needed, rounds = False, self._of(groups[0])
-        left = rounds.launches.in_flight()
+        self.refresh(groups)
+        left = rounds.launches.unfinished()
         for group in groups:
             if any(group.marks):
                 needed = True
@@ -285,6 +254,8 @@ class GradientReducer:
                 continue
             for slot in slots:
                 if slot.group is group and group.marks[slot.index] in (HELD, WAITING, SPARSE):
+                    if slot.joint is not None and group.marks[slot.index] == WAITING:
+                        self._of(group).launches.dropped(slot)
                     group.marks[slot.index] = CLEAN
                     slot.aside = None
             if HELD not in group.marks:
@@ -298,6 +269,14 @@ class GradientReducer:
         for group in self._groups():
             group.passes = 0
             group.met = False
+        for rounds in self._rounds.values():
+            rounds.groups_changed()  # joined ranks do not know how the others' buckets changed
+
+    def refresh(self, groups: Iterable[Group]) -> None:
+        """To be called before a pass: hook parameters that were converted to another type."""
+        for group in groups:
+            if group.hooks.refresh():
+                self._of(group).groups_changed()
 
 
 def _scope(used: set[str], names: list[str]) -> str:

@@ -27,6 +27,7 @@ import torch
 
 from . import _C
 from .exceptions import HorovodInternalError
+from .gradient_buckets import arrange, candidates, refined
 from .gradient_groups import (
     CHECK_BYTES,
     Group,
@@ -53,7 +54,7 @@ class Rounds:
     def __init__(self, process_set: ProcessSet) -> None:
         self.groups: list[Group] = []
         self.names: set[str] = set()  # of slots, ever used since init()
-        self.launches = Launches(process_set)
+        self.launches = Launches(process_set, self.groups_changed)
         self._process_set = process_set
         self._check: bytes | None = None  # of the groups as they are; None: to be computed
 
@@ -64,12 +65,16 @@ class Rounds:
         """To be called after a change of groups, their slots or settings."""
         self._check = None
         self.launches.held_back = True
+        self.launches.dissolve()
+        for group in self.groups:
+            group.hooks.close()
+            group.outside = candidates(group)
 
     def reset(self) -> None:
         """The job has ended: forget what was in flight or accumulated, and groups out of use."""
         self._drop_unused()
         self._abandon()
-        self.launches.held_back = True
+        self.groups_changed()
         self.names = {slot.name for slot in self.slots()}
         for group in self.groups:
             group.met = False
@@ -91,6 +96,7 @@ class Rounds:
                 _drop_gradients(due)
                 text = yield from abandoned_passes(bool(left), self._process_set)
                 raise HorovodInternalError(text)
+            yield from self._arrange(due)
         except BaseException:
             # If the ranks disagree, what was launched here may be launched elsewhere never.
             self._abandon(keep=self.launches.held_back)
@@ -113,9 +119,10 @@ class Rounds:
                 self.launches.launch_held_back(group)
             announcement = yield from self._announce(left)
         if announcement is None:
-            self.launches.held_back = True
-            texts = [str(slot) for slot in self.slots()]
-            raise HorovodInternalError((yield from first_difference(texts, self._process_set)))
+            text = yield from first_difference(self._texts(), self._process_set)
+            yield from self.launches.finish_joint()
+            self.groups_changed()
+            raise HorovodInternalError(text)
         due, dead, offset = [], [], _HEADER
         for group in self.groups:
             end = offset + 1 + len(group.slots)
@@ -127,10 +134,14 @@ class Rounds:
             offset = end
         return due, dead, announcement.startswith(_left_bytes(left), CHECK_BYTES)
 
+    def _texts(self) -> list[str]:
+        """What the ranks have to agree on."""
+        return [*map(str, self.slots()), *map(str, self.launches.joint)]
+
     def _announce(self, left: list[Slot]) -> Meeting[bytearray | None]:
         """The maximum over ranks of their announcements; None if they are about different slots."""
         if self._check is None:
-            self._check = check_bytes([str(slot) for slot in self.slots()])
+            self._check = check_bytes(self._texts())
         announcement = bytearray(self._check)
         announcement += _left_bytes(left)
         announcement.append(self.launches.held_back)
@@ -164,6 +175,8 @@ class Rounds:
         """Complete all reductions of a round."""
         launches = self.launches
         unusual = [(group, marks) for group, marks in due if not _all_launched(group, marks)]
+        if unusual or any(group.separate for group, _ in due):
+            launches.adopt()
         sparse = _marked(unusual, SPARSE)
         twice = _marked(unusual, TWICE)
         layouts = [self._layout(slot) for slot in sparse]
@@ -223,9 +236,28 @@ class Rounds:
         for bucket in group.buckets:
             if any(LAUNCHED <= mark <= TWICE for mark in marks[bucket.span]):
                 self.launches.launch_missing(bucket.slots[0])
+        for joint in self.launches.joint:
+            if joint.group is group and not joint.native.in_flight and joint.is_due(marks):
+                self.launches.launch_joint(joint)
         for slot, mark in zip(group.slots, marks, strict=True):
             if mark not in (CLEAN, SPARSE) and slot.handle is None:
                 self.launches.launch(slot, self.launches.contribution(slot))
+
+    def _arrange(self, due: list[tuple[Group, bytes]]) -> Meeting[None]:
+        """Change the joint buckets as this round's marks ask for; see gradient_buckets.py."""
+        fresh: list[Slot] = []
+        for group, marks in due:
+            if group not in self.groups:
+                continue
+            if SPARSE in marks or WAITING in marks:
+                joint = refined(self.launches.joint, group, marks)
+                if joint is not None:
+                    self.launches.joint, self._check = joint, None
+            if group.outside:
+                fresh += [s for s in group.outside if WAITING <= marks[s.index] <= TWICE]
+        if fresh:
+            yield from arrange(fresh, self.launches)
+            self.launches.former, self._check = [], None
 
     def _drop_unused(self) -> None:
         if self.groups:
@@ -243,7 +275,7 @@ class Rounds:
         kept for the next round to complete, in flight."""
         self.launches.abandon(keep)
         for group in self.groups:
-            group.fired = False
+            group.hooks.fired = False
             group.clear_marks()
             for slot in group.slots:
                 if keep and slot.handle is not None:

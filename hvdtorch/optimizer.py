@@ -194,6 +194,7 @@ class _DistributedOptimizer(_Optimizer):
         """As the optimizer's own; accumulated gradients that were not reduced yet are dropped."""
         wrapping = self._hvdtorch
         if wrapping.groups:
+            _reducer.refresh(wrapping.groups)
             _reducer.release_gradients()
             _reducer.forget(wrapping.groups, wrapping.slots)
         super().zero_grad(*args, **kwargs)

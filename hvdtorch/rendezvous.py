@@ -30,6 +30,7 @@ from hvdtorch.shared_memory import Shared, share_memory
 
 # Settings that decide what travels and in which order: rank 0's count for all.
 SHARED_SETTINGS = (
+    "bucket_size",
     "fusion_threshold",
     "cycle_time",
     "cache_capacity",

@@ -174,6 +174,7 @@ Submitted Job::submit(Request request) {
     if (tensor != nullptr) {
       submitted.members.push_back(attach(*operation, *tensor, request.in_place));
     }
+    if (request.finish) operation->finish = request.finish;
     submitted.operations.push_back(std::move(operation));
   }
   runtime.submit(submitted.operations, request.waits);

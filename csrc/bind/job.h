@@ -4,7 +4,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -38,6 +40,7 @@ struct Request {
   uint32_t process_set = 0;
   std::string site;
   bool waits = false;  // see Runtime::submit()
+  std::function<void()> finish;  // runs when the result is in place, before completion
 };
 
 class Job {

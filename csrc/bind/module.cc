@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "bind/gloo_link.h"
+#include "bind/gradient_bucket.h"
+#include "bind/gradient_hooks.h"
 #include "bind/job.h"
 #include "bind/site.h"
 #include "channel/local.h"
@@ -213,6 +215,61 @@ at::Tensor shared_empty(const std::vector<int64_t>& shape, at::ScalarType dtype)
       data, shape, [block](void*) mutable { block.reset(); }, at::TensorOptions(dtype));
 }
 
+std::unique_ptr<GradientBucket> make_bucket(GradientHooks& hooks,
+                                            const std::vector<size_t>& members,
+                                            std::vector<std::vector<int64_t>> sizes,
+                                            std::vector<std::vector<int64_t>> strides,
+                                            at::ScalarType type, std::string name, int reduce_op,
+                                            double prescale, double postscale,
+                                            uint32_t process_set) {
+  std::vector<std::shared_ptr<GradientSlot>> slots;
+  for (size_t index : members) slots.push_back(hooks.slot(index));
+  GradientReduction reduction{std::move(name), static_cast<ReduceOp>(reduce_op), prescale,
+                              postscale, process_set};
+  return std::make_unique<GradientBucket>(std::move(slots), std::move(sizes), std::move(strides),
+                                          type, std::move(reduction));
+}
+
+void bind_gradients(py::module_& m) {
+  py::class_<GradientHooks>(m, "GradientHooks")
+      .def(py::init([](const py::object& group) {
+             return std::make_unique<GradientHooks>(group.ptr());
+           }),
+           py::arg("group"))
+      .def("add", &GradientHooks::add, py::arg("parameter"), py::arg("hooked"))
+      .def(
+          "set_marks",
+          [](GradientHooks& hooks, const py::bytearray& marks, const py::bytearray& guards) {
+            hooks.set_marks(marks.ptr(), guards.ptr());
+          },
+          py::arg("marks"), py::arg("guards"))
+      .def("open", &GradientHooks::open, py::arg("task"), py::arg("reduces"))
+      .def("close", &GradientHooks::close)
+      .def("refresh", &GradientHooks::refresh)
+      .def("release", &GradientHooks::release)
+      .def_readwrite("fired", &GradientHooks::fired);
+  m.def(
+      "on_gradient",
+      [](const py::object& before, const py::object& after) {
+        GradientHooks::on_gradient(before.ptr(), after.ptr());
+      },
+      py::arg("before"), py::arg("after"));
+  py::class_<GradientBucket>(m, "GradientBucket")
+      .def(py::init(&make_bucket), py::arg("hooks"), py::arg("members"), py::arg("sizes"),
+           py::arg("strides"), py::arg("dtype"), py::arg("name"), py::arg("reduce_op"),
+           py::arg("prescale"), py::arg("postscale"), py::arg("process_set"))
+      .def("offer", &GradientBucket::offer, py::arg("member"))
+      .def("launch", &GradientBucket::launch)
+      .def("launch_zeros", &GradientBucket::launch_zeros)
+      .def("retire", &GradientBucket::retire)
+      .def("handle", [](const GradientBucket& bucket) { return Handle(bucket.submitted()); })
+      .def("gradients", &GradientBucket::gradients)
+      .def("land", &GradientBucket::land)
+      .def("abandon", &GradientBucket::abandon)
+      .def_property_readonly("in_flight", &GradientBucket::in_flight)
+      .def_property_readonly("launches", &GradientBucket::launches);
+}
+
 py::dict stats() {
   const RuntimeStats& stats = Job::instance().runtime().stats();
   py::dict all;
@@ -259,6 +316,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("outputs", &Handle::outputs)
       .def("numbers", &Handle::numbers, py::arg("member") = 0)
       .def("add_done_callback", &Handle::add_done_callback, py::arg("callback"));
+
+  bind_gradients(m);
 
   m.def("submit", &submit, py::arg("kind"), py::arg("name"), py::arg("label"), py::arg("tensors"),
         py::arg("grouped"), py::arg("in_place"), py::arg("reduce_op"), py::arg("prescale"),

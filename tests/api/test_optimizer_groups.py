@@ -8,6 +8,7 @@ import torch
 from support.cluster import Cluster
 from support.gradients import Submissions, parameter, push, wrap
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 import hvdtorch as hvd
 
@@ -70,7 +71,9 @@ def launched_when_complete() -> list[list[str]]:
     seen: list[list[str]] = []
     with Submissions() as submissions:
         for each in (a, b, c):
-            each.register_post_accumulate_grad_hook(lambda _: seen.append(submissions.gradients()))
+            # Hooks of the node run after those of the parameter, in the order of registration.
+            node = get_gradient_edge(each).node
+            node.register_hook(lambda *_: seen.append(submissions.gradients()))
         # The last one in the chain fires first.
         total = a.sum()
         total = total * 1.0 + c.sum()

@@ -8,13 +8,22 @@ from torch import nn
 import hvdtorch as hvd
 from hvdtorch import (
     adasum_step,
+    gradient_buckets,
+    gradient_groups,
+    gradient_launches,
+    gradient_rounds,
+    gradient_sparse,
+    optimizer,
+)
+
+_SUBMITTERS = (
+    adasum_step,
+    gradient_buckets,
     gradient_groups,
     gradient_launches,
     gradient_rounds,
     gradient_sparse,
 )
-
-_SUBMITTERS = (adasum_step, gradient_groups, gradient_launches, gradient_rounds, gradient_sparse)
 
 
 def parameter(*values: float, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -41,11 +50,21 @@ def synchronize_and_step(optimizer: Any, explicit: bool) -> None:
         optimizer.step()
 
 
+def joint_buckets() -> list[gradient_buckets.JointBucket]:
+    """Those of all optimizers of this process."""
+    rounds = optimizer._reducer._rounds.values()
+    return [bucket for each in rounds for bucket in each.launches.joint]
+
+
 class Submissions(list[str]):
-    """The names of the operations that the reducer submits inside a `with`."""
+    """The names of the operations that the reducer submits from Python inside a `with`.
+
+    Gradients of joint buckets are submitted natively; `gradients()` has them, too.
+    """
 
     def __enter__(self) -> "Submissions":
         self._submit = gradient_rounds._submit
+        self._before = {bucket: bucket.native.launches for bucket in joint_buckets()}
 
         def record(kind: int, name: str, *rest: object) -> Any:
             self.append(name)
@@ -60,4 +79,8 @@ class Submissions(list[str]):
             module._submit = self._submit
 
     def gradients(self) -> list[str]:
-        return sorted(name for name in self if ".hvdtorch." not in name)
+        names = [name for name in self if ".hvdtorch." not in name]
+        for bucket in {**self._before, **dict.fromkeys(joint_buckets())}:
+            launches = bucket.native.launches - (self._before.get(bucket) or 0)
+            names += [slot.operation for slot in bucket.slots] * launches
+        return sorted(names)
