@@ -155,4 +155,4 @@ def _command(python: Path, kind: str) -> list[str] | None:
     command = [mpirun, "-np", str(size), "--oversubscribe", "--bind-to", "none"]
     command += ["--map-by", "slot", *(["--allow-run-as-root"] if os.getuid() == 0 else [])]
     command += [interpreter, str(MAIN), "0"]
-    return [interpreter, str(MAIN), "--exec", str(os.getpid()), *command]
+    return [interpreter, str(MAIN), "--mpirun", str(os.getpid()), *command]
