@@ -69,8 +69,8 @@ class Channel {
   virtual void hold_bells(bool hold) { static_cast<void>(hold); }
   virtual void ring_bells() {}
 
-  // The control thread, alone: sends what is queued, tells the peers that no more will come, waits until they have closed too
-  // or `linger` has passed, and closes.
+  // The control thread, alone: sends what is queued, tells the peers that no more will come, waits
+  // until they have closed too or `linger` has passed, and closes.
   virtual void close(std::chrono::milliseconds linger) noexcept = 0;
 
   // In a forked child: drop every descriptor without a word to the peers (async-signal-safe).

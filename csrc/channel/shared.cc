@@ -32,10 +32,10 @@ namespace {
 struct alignas(64) Doorbell {
   static constexpr uint32_t kState = 3, kRouse = 4;
   enum State : uint32_t {
-    kAwake = 0,    // somebody looks
-    kEpoll = 1,    // the control thread sleeps on its sockets: an empty frame wakes it
-    kDozing = 2,   // a leader sleeps on this word
-    kRung = 3,     // a peer has seen to it
+    kAwake = 0,   // somebody looks
+    kEpoll = 1,   // the control thread sleeps on its sockets: an empty frame wakes it
+    kDozing = 2,  // a leader sleeps on this word
+    kRung = 3,    // a peer has seen to it
   };
   std::atomic<uint32_t> word;
 
@@ -50,7 +50,8 @@ long futex(std::atomic<uint32_t>& word, int op, uint32_t value, const timespec* 
   return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), op, value, timeout, nullptr, 0);
 }
 
-// A mailbox: how to wake its rank, and the rings between it and rank 0 (which needs none to itself).
+// A mailbox: how to wake its rank, and the rings between it and rank 0 (which needs none to
+// itself).
 struct Contents {
   Doorbell bell;
   Ring to_zero, from_zero;
@@ -170,8 +171,8 @@ class SharedChannel final : public Channel {
   bool news() const noexcept override {
     if (has_lost_) return true;
     return std::any_of(peers_.begin(), peers_.end(), [](const Peer& peer) {
-      return peer.live && (peer.reader.ring().has_bytes() ||
-                           (peer.queued && peer.writer.ring().has_room()));
+      return peer.live &&
+             (peer.reader.ring().has_bytes() || (peer.queued && peer.writer.ring().has_room()));
     });
   }
 
@@ -190,8 +191,7 @@ class SharedChannel final : public Channel {
     if (!news() && !done()) {
       const auto left = std::chrono::nanoseconds(deadline - Clock::now()).count();
       const timespec span{left / 1'000'000'000, left % 1'000'000'000};
-      interrupted =
-          left > 0 && futex(own_->word, FUTEX_WAIT, word, &span) == -1 && errno == EINTR;
+      interrupted = left > 0 && futex(own_->word, FUTEX_WAIT, word, &span) == -1 && errno == EINTR;
     }
     std::lock_guard lock(look_mutex_);
     dozing_ = false;
@@ -223,8 +223,8 @@ class SharedChannel final : public Channel {
     Doorbell& bell;
     RingWriter writer;
     RingReader reader;
-    std::string in;   // received, not yet a whole frame
-    std::string out;  // accepted by send(), not yet in the ring
+    std::string in;       // received, not yet a whole frame
+    std::string out;      // accepted by send(), not yet in the ring
     bool unrung = false;  // see hold_bells()
     std::atomic<bool> live{true};
     std::atomic<bool> queued{false};  // `out` is not empty

@@ -1,7 +1,7 @@
 // Channel between rank 0 and the ranks of its own host, through rings in shared memory; ranks of
 // other hosts are reached over their sockets, in the same channel. The sockets of the ranks on this
-// host stay open: they tell of a peer's death, and an empty frame on one wakes a control thread that
-// sleeps.
+// host stay open: they tell of a peer's death, and an empty frame on one wakes a control thread
+// that sleeps.
 #pragma once
 
 #include <cstddef>

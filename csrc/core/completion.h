@@ -45,7 +45,7 @@ class Completion {
   static constexpr uint32_t kRunning = 0, kDone = 1;
   std::atomic<uint32_t> state_{kRunning};
   std::atomic<int> waiters_{0};  // in wait()
-  std::mutex mutex_;  // guards the rest until done
+  std::mutex mutex_;             // guards the rest until done
   int remaining_;
   std::string error_;
   std::function<void()> rouse_;

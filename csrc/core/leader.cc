@@ -19,8 +19,8 @@ namespace hvdtorch {
 namespace {
 
 // How long a leader looks before it sleeps: longer than ranks that run alike are apart, and than a
-// peer needs to answer; short beside what a sleep and a wake-up cost. First a peer is given a moment
-// to look by itself, then its control thread is woken.
+// peer needs to answer; short beside what a sleep and a wake-up cost. First a peer is given a
+// moment to look by itself, then its control thread is woken.
 constexpr std::chrono::microseconds kPatience{20}, kSpin{60};
 // Where that was in vain (the ranks do not run alike, or share a core with something else), so many
 // leaders in a row, twice as many each time, do not try.

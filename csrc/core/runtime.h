@@ -76,7 +76,8 @@ class Runtime {
   // Submits one operation, or all members of a group at once. Throws DuplicateName if a name is in
   // flight on this rank, std::invalid_argument if this rank is not in the process set or there is
   // none, InternalError if the job is down; then nothing was submitted.
-  // `waits`: the caller calls wait() for one of them at once, come what may, which tells the others.
+  // `waits`: the caller calls wait() for one of them at once, come what may, which tells the
+  // others.
   void submit(std::vector<std::shared_ptr<Operation>> operations, bool waits = false);
 
   // Waits for operations of this runtime: as Completion::wait(), and this thread does the control
@@ -159,7 +160,7 @@ class Runtime {
 
   // The control role: whoever holds it steps, and owns what follows.
   std::mutex control_mutex_;
-  bool left_ = false;  // the control thread has it for good
+  bool left_ = false;                                // the control thread has it for good
   std::optional<Clock::time_point> sleeping_until_;  // the control thread
   SlotWriter statement_slots_;
   LogSlots log_slots_;
@@ -169,9 +170,9 @@ class Runtime {
   bool log_ended_ = false;  // the coordinator took its leave
   uint64_t launches_ = 0;   // taken from the log, through the transport
 
-  std::atomic<int> running_{0};               // operations with an executor
+  std::atomic<int> running_{0};                           // operations with an executor
   std::atomic<int> spins_to_skip_{0}, spins_skipped_{0};  // see leader.cc
-  std::atomic<bool> report_finished_{false};  // somebody waits for launches to finish
+  std::atomic<bool> report_finished_{false};              // somebody waits for launches to finish
   std::atomic<int> control_thread_id_{0};
   std::thread control_thread_;
   std::mutex stop_mutex_;

@@ -7,7 +7,8 @@ namespace hvdtorch {
 // Returns the kernel's id of the calling thread. core < 0: any core.
 int enter_runtime_thread(const char* name, int core) noexcept;
 
-// Whether the calling thread is one of the runtime's: it must not wait for what such threads complete.
+// Whether the calling thread is one of the runtime's: it must not wait for what such threads
+// complete.
 bool on_runtime_thread() noexcept;
 
 // The calling thread counts as one of the runtime's while it lives.

@@ -452,8 +452,8 @@ void soak(int size, Wire wire, int seed, int round_count) {
 // Other programs than usual: HVDTORCH_SOAK_SEED=7 PROGRAM "runtime: ".
 void soaks(int size, Wire wire, int count, int round_count) {
   const char* text = std::getenv("HVDTORCH_SOAK_SEED");
-  const int first = (text == nullptr ? 0 : std::atoi(text)) * 1000 + 100 * size +
-                    25 * static_cast<int>(wire);
+  const int first =
+      (text == nullptr ? 0 : std::atoi(text)) * 1000 + 100 * size + 25 * static_cast<int>(wire);
   for (int seed = first + 1; seed <= first + count; ++seed) {
     soak(size, wire, seed, rounds(round_count));
   }

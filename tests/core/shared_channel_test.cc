@@ -1,7 +1,5 @@
 // Rings in shared memory and the channel over them: what is particular to them. That the channel
 // keeps the promises of all channels is tested with the others (channel_test.cc).
-#include "channel/shared.h"
-
 #include <signal.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -14,6 +12,7 @@
 #include <thread>
 
 #include "channel/ring.h"
+#include "channel/shared.h"
 #include "channel/tcp.h"
 #include "check.h"
 #include "rings.h"
@@ -219,8 +218,7 @@ const Case wrong_host("mailboxes are those of rank 0's host, and large enough", 
   const Rings rings = make_rings(2);
   const auto refused = [](const Mailboxes& mailboxes) {
     const auto fds = socket_pair();
-    check_throws<std::logic_error>(
-        [&] { make_shared_channel(1, {fds[0]}, mailboxes, nullptr); });
+    check_throws<std::logic_error>([&] { make_shared_channel(1, {fds[0]}, mailboxes, nullptr); });
     close(fds[1]);
   };
   refused({});
@@ -266,13 +264,14 @@ const Case killed("a killed process is noticed after what it said, with its ring
 
 // A control thread that only sleeps, and counts how often it was woken.
 struct Control {
-  explicit Control(Channel& its_channel) : channel(its_channel), thread([this] {
-    tid = static_cast<int>(syscall(SYS_gettid));
-    while (!stopping) {
-      channel.sleep(std::nullopt);
-      ++wakes;
-    }
-  }) {
+  explicit Control(Channel& its_channel)
+      : channel(its_channel), thread([this] {
+          tid = static_cast<int>(syscall(SYS_gettid));
+          while (!stopping) {
+            channel.sleep(std::nullopt);
+            ++wakes;
+          }
+        }) {
     while (tid == 0) std::this_thread::yield();
     check_asleep({tid});
   }

@@ -19,8 +19,7 @@ std::vector<std::unique_ptr<Channel>> make_channels(Wire wire, int size) {
   if (wire == Wire::kLocal || size == 1) return make_local_channels(size);
   const Rings rings = make_rings(size);
   const auto make = [&](int rank, const std::vector<int>& fds) {
-    return wire == Wire::kRings ? over_rings(rank, fds, rings)
-                                : make_tcp_channel(rank, fds);
+    return wire == Wire::kRings ? over_rings(rank, fds, rings) : make_tcp_channel(rank, fds);
   };
   std::vector<std::unique_ptr<Channel>> channels(size);
   std::vector<int> fds = {-1};
@@ -75,8 +74,8 @@ std::string Submission::wait(Runtime* rank) const {
   const auto hang = Completion::Clock::now() + kHang;
   if (rank == nullptr) rank = rank_;
   // Once it is complete, the rank may be gone.
-  const auto result = rank != nullptr && !completion.done() ? rank->wait(completion, hang)
-                                                            : completion.wait(hang);
+  const auto result =
+      rank != nullptr && !completion.done() ? rank->wait(completion, hang) : completion.wait(hang);
   check(result == Completion::WaitResult::kDone, operation_->desc->name + " hangs");
   return completion.error();
 }
@@ -99,9 +98,7 @@ class SimulatedRanks::MortalChannel final : public Channel {
   void send(int rank, std::string_view frame) override {
     if (inner_) inner_->send(rank, frame);
   }
-  std::vector<Event> take() override {
-    return inner_ ? inner_->take() : std::vector<Event>();
-  }
+  std::vector<Event> take() override { return inner_ ? inner_->take() : std::vector<Event>(); }
   void sleep(std::optional<Clock::time_point> deadline) override {
     if (inner_) inner_->sleep(deadline);
     std::unique_lock lock(mutex_);
