@@ -62,7 +62,7 @@ class Executor {
     int size = 1;                      // of the process set
     bool average_over_active = false;  // see average_divisor()
     int core = -1;                     // to run on; -1: any
-    std::shared_ptr<SharedArena> arena;
+    std::shared_ptr<SharedArena> arena = nullptr;
   };
 
   Executor(Hooks hooks, Options options);
