@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_tools import namespaces, ranks
+from bench_tools.machine import head_lines
 from bench_tools.options import listed, one_of
 from collective_bench import cases
 
@@ -65,7 +66,10 @@ def run_ranks(hosts: Sequence[namespaces.Host], options: argparse.Namespace, fil
             environment = ranks.environment_without_launcher() | {"OMP_NUM_THREADS": "1"}
             environment |= namespaces.rank_environment(hosts, options.ranks_per_host, rank)
             host = hosts[rank // options.ranks_per_host]
-            processes.append(subprocess.Popen(host.command(*command), env=environment))
+            # Its table and goals are those of one host: show() prints ours.
+            processes.append(
+                subprocess.Popen(host.command(*command), env=environment, stdout=subprocess.DEVNULL)
+            )
         return next((code for code in [p.wait() for p in processes] if code != 0), 0)
     finally:
         for process in processes:
@@ -87,7 +91,8 @@ def judged(row: dict[str, Any], hosts: int, rate: str) -> dict[str, Any]:
 def show(document: dict[str, Any]) -> None:
     """The table, then the two goals."""
     rows = document["rows"]
-    print(f"\n# {document['hosts']} hosts, {document['np']} ranks, {document['rate']} each way")
+    print("\n".join(head_lines(document)))
+    print(f"# {document['hosts']} hosts, {document['np']} ranks, {document['rate']} each way")
     print(
         f"{'bytes':>10}  {'dtype':>8}  {'peer':>12}  {'median us':>10}  {'link':>6}  {'ratio':>6}"
     )

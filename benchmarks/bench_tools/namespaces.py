@@ -1,8 +1,9 @@
 """Two hosts on one machine: network namespaces with nothing but a virtual cable between them.
 
 A namespace belongs to a process that does nothing and ends when this one does, whatever ends it;
-with it go the namespace, its end of the cable and the shaping: nothing can be left behind. Ranks are
-started inside with `Host.command`. Needs root, iproute2 (ip, tc), util-linux (unshare, nsenter).
+with it go the namespace, its end of the cable and the shaping: nothing can be left behind. Ranks
+are started inside with `Host.command`. Needs root, iproute2 (ip, tc) and util-linux (unshare,
+nsenter).
 """
 
 from __future__ import annotations
@@ -109,4 +110,5 @@ def rank_environment(hosts: Sequence[Host], ranks_per_host: int, rank: int) -> d
         "HVDTORCH_HOST_ID": f"host-{rank // ranks_per_host}",
         "HVDTORCH_INTERFACE": INTERFACE,
         "GLOO_SOCKET_IFNAME": INTERFACE,  # torch's own groups
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns that these hosts have no names
     }

@@ -53,7 +53,8 @@ class ClusterDied(AssertionError):
 class Cluster:
     """`size` rank processes that are up, initialised and waiting for a function.
 
-    `settings` are variables added to their environment.
+    `settings` are variables added to their environment; `{parity}` in a value is 0 on even ranks
+    and 1 on odd ones.
     """
 
     def __init__(self, size: int, settings: Mapping[str, str] | None = None) -> None:
@@ -77,7 +78,9 @@ class Cluster:
 
     def _start(self, rank: int) -> None:
         ours, theirs = Pipe()
-        environment = rank_environment(rank, self.size, self._store.port) | self._settings
+        environment = rank_environment(rank, self.size, self._store.port)
+        for name, value in self._settings.items():
+            environment[name] = value.replace("{parity}", str(rank % 2))
         environment[TAG] = self.tag
         self._pipes.append(ours)
         self._ranks.append(

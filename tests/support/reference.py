@@ -9,7 +9,9 @@ rules are those of docs/architecture.md, "Values":
   truncated toward zero; an average is divided after the postscale for floats, before it for
   integers, whose quotient is truncated toward zero;
 - integers wrap; the sum under an average is exact;
-- bool: Sum and Max are "or", Product and Min are "and".
+- bool: Sum and Max are "or", Product and Min are "and";
+- where an allreduce's ranks are on several hosts: the ranks of each host in rank order, then the
+  hosts in the order of their lowest ranks.
 """
 
 import dataclasses
@@ -32,18 +34,25 @@ class Reduction:
     postscale: float = 1.0
 
 
-def reduced(reduction: Reduction, inputs: Sequence[Tensor], divisor: int = 0) -> Tensor:
+def reduced(
+    reduction: Reduction,
+    inputs: Sequence[Tensor],
+    divisor: int = 0,
+    hosts: Sequence[int] | None = None,
+) -> Tensor:
     """The reduction of one tensor per rank; contiguous. Averages divide by the number of tensors,
-    or by `divisor`."""
+    or by `divisor`. `hosts`: by rank, equal for ranks on one host (None: all are)."""
     divisor = divisor or len(inputs)
+    hosts = hosts or [0] * len(inputs)
     dtype, shape = inputs[0].dtype, inputs[0].shape
     with np.errstate(all="ignore"):
         if dtype == torch.bool:
             flat = _reduced_bools(reduction, inputs)
         elif dtype.is_complex:
-            flat = _reduced_complex(reduction, inputs, divisor)
+            flat = _reduced_complex(reduction, inputs, divisor, hosts)
         elif dtype.is_floating_point:
-            values = _reduced_floats(reduction, [_computed_in(t) for t in inputs], divisor)
+            wide = [_computed_in(t) for t in inputs]
+            values = _reduced_floats(reduction, wide, divisor, hosts)
             flat = _rounded(values, dtype)
         else:
             flat = _reduced_integers(reduction, inputs, divisor)
@@ -122,7 +131,17 @@ def _scaled(values: Any, factor: float) -> Any:
     return values if factor == 1.0 else values * values.dtype.type(factor)
 
 
-def _reduced_floats(reduction: Reduction, inputs: Sequence[Any], divisor: int) -> Any:
+def _folded(rule: Callable[[Any, Any], Any], inputs: Sequence[Any], hosts: Sequence[int]) -> Any:
+    """Each host's inputs in rank order, then the hosts in the order of their lowest ranks."""
+    by_host: dict[int, list[Any]] = {}
+    for host, values in zip(hosts, inputs, strict=True):
+        by_host.setdefault(host, []).append(values)
+    return fold(rule, [fold(rule, of_host) for of_host in by_host.values()])
+
+
+def _reduced_floats(
+    reduction: Reduction, inputs: Sequence[Any], divisor: int, hosts: Sequence[int]
+) -> Any:
     rules = {
         hvd.Average: lambda a, b: a + b,
         hvd.Sum: lambda a, b: a + b,
@@ -131,7 +150,8 @@ def _reduced_floats(reduction: Reduction, inputs: Sequence[Any], divisor: int) -
         hvd.Min: lambda a, b: np.where((a < b) | np.isnan(a), a, b),
         hvd.Max: lambda a, b: np.where((a > b) | np.isnan(a), a, b),
     }
-    total = fold(rules[reduction.op], [_scaled(x, reduction.prescale) for x in inputs])
+    scaled = [_scaled(x, reduction.prescale) for x in inputs]
+    total = _folded(rules[reduction.op], scaled, hosts)
     total = _scaled(total, reduction.postscale)
     if reduction.op == hvd.Average:
         total = total / total.dtype.type(divisor)
@@ -150,11 +170,13 @@ def _rounded(values: Any, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(values).to(dtype)
 
 
-def _reduced_complex(reduction: Reduction, inputs: Sequence[Tensor], divisor: int) -> Tensor:
+def _reduced_complex(
+    reduction: Reduction, inputs: Sequence[Tensor], divisor: int, hosts: Sequence[int]
+) -> Tensor:
     dtype = inputs[0].dtype
     parts = [torch.view_as_real(t.contiguous()).reshape(-1, 2).numpy() for t in inputs]
     if reduction.op != hvd.Product:
-        result = _reduced_floats(reduction, parts, divisor)
+        result = _reduced_floats(reduction, parts, divisor, hosts)
     else:
 
         def times(a: Any, b: Any) -> Any:
@@ -162,7 +184,8 @@ def _reduced_complex(reduction: Reduction, inputs: Sequence[Tensor], divisor: in
             imaginary = a[:, 0] * b[:, 1] + a[:, 1] * b[:, 0]
             return np.stack([real, imaginary], axis=1)
 
-        result = fold(times, [_scaled(part, reduction.prescale) for part in parts])
+        scaled = [_scaled(part, reduction.prescale) for part in parts]
+        result = _folded(times, scaled, hosts)
         result = _scaled(result, reduction.postscale)
     real, imaginary = torch.from_numpy(result.T.copy())
     return torch.complex(real, imaginary).to(dtype)

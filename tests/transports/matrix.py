@@ -114,10 +114,13 @@ class Case:
             splits.append(np.diff(cuts, prepend=0).tolist())  # what is after the last cut stays
         return splits
 
-    def expected(self, ranks: int, index: int) -> Tensor:
-        """What rank `index` of the set must get."""
+    def expected(self, hosts: tuple[int, ...], index: int) -> Tensor:
+        """What rank `index` of the set must get. `hosts`: by rank, equal for ranks on one host."""
+        ranks = len(hosts)
         if self.reduction is not None:
-            whole = _reduced(self.dtype, self.layout, self.reduction, ranks)
+            # A reducescatter adds up in rank order wherever the ranks are.
+            hosts = hosts if self.kind == "allreduce" else (0,) * ranks
+            whole = _reduced(self.dtype, self.layout, self.reduction, hosts)
             return whole if self.kind == "allreduce" else reference.share(whole, index, ranks)
         inputs = self.inputs(ranks)
         if self.kind == "broadcast":
@@ -139,9 +142,11 @@ def _inputs(
 
 
 @cache
-def _reduced(dtype: torch.dtype, layout: str, reduction: reference.Reduction, ranks: int) -> Tensor:
-    inputs = _inputs(dtype, layout, reduction, ranks)
-    return reference.reduced(reduction, [t.contiguous() for t in inputs])
+def _reduced(
+    dtype: torch.dtype, layout: str, reduction: reference.Reduction, hosts: tuple[int, ...]
+) -> Tensor:
+    inputs = _inputs(dtype, layout, reduction, len(hosts))
+    return reference.reduced(reduction, [t.contiguous() for t in inputs], hosts=hosts)
 
 
 def _number(dtype: torch.dtype, layout: str, reduction: reference.Reduction | None) -> int:

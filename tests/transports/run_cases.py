@@ -21,12 +21,12 @@ LARGEST_GROUP = 7
 class Prepared:
     """A case with the inputs of all ranks and what this rank must get; used once per way."""
 
-    def __init__(self, case: Case, index: int, ranks: int) -> None:
+    def __init__(self, case: Case, index: int, hosts: tuple[int, ...]) -> None:
         self.case = case
-        self.inputs = case.inputs(ranks)
+        self.inputs = case.inputs(len(hosts))
         self.index = index
         self.given = self.inputs[index]  # laid out as the case says; never written
-        self.expected = case.expected(ranks, index)
+        self.expected = case.expected(hosts, index)
 
     def tensor(self, in_place: bool) -> Tensor:
         """What to pass: for in-place forms a copy in the same layout."""
@@ -139,8 +139,10 @@ WAYS = {"alone": alone, "fused": fused, "grouped": grouped}
 _WITHOUT_GROUPS = ("broadcast", "alltoall")
 
 
-def run(kind: str, members: list[int] | None) -> int:
+def run(kind: str, members: list[int] | None, hosts: Sequence[int]) -> int:
     """All cases of `kind`, in every way, among the ranks `members` (None: all, the global set).
+
+    `hosts`: by rank of the job, equal for ranks on one host.
 
     Returns how many results were compared; AssertionError that names the cases if some are wrong.
     Every rank of the job calls it: process sets are made by all together.
@@ -151,16 +153,17 @@ def run(kind: str, members: list[int] | None) -> int:
     try:
         if not process_set.included():
             return 0
-        return _run(kind, process_set)
+        return _run(kind, process_set, hosts)
     finally:
         if members is not None:
             hvd.remove_process_set(process_set)
 
 
-def _run(kind: str, process_set: object) -> int:
+def _run(kind: str, process_set: object, hosts: Sequence[int]) -> int:
     members = process_set.ranks
     index = process_set.rank()
-    prepared = [Prepared(case, index, len(members)) for case in matrix.cases(kind)]
+    placed = tuple(hosts[member] for member in members)
+    prepared = [Prepared(case, index, placed) for case in matrix.cases(kind)]
     before = [reference.bits(one.given) for one in prepared]
     compared, wrong = 0, []
     for name, way in WAYS.items():

@@ -18,7 +18,10 @@ TRANSPORTS: dict[str, dict[str, str]] = {
     "log": {},
     "shared_memory": _NOTHING_IN_THE_LOG,
     "gloo": {**_NOTHING_IN_THE_LOG, "HVDTORCH_SHARED_MEMORY": "0"},
+    # Ranks 0 and 2 on one host, 1 and 3 on another.
+    "hierarchical": {**_NOTHING_IN_THE_LOG, "HVDTORCH_HOST_ID": "host-{parity}"},
 }
+FEWEST_RANKS = {"log": 2, "hierarchical": 3}  # with less it is another transport
 NEVER_IN_THE_LOG = ("alltoall", "reducescatter")
 SUBSETS = {2: [1], 3: [0, 2], 4: [1, 2, 3]}
 
@@ -27,14 +30,19 @@ def _combinations(sizes: Iterable[int]) -> list[tuple[str, int, str]]:
     return [
         (transport, size, kind)
         for transport, size, kind in product(TRANSPORTS, sizes, KINDS)
-        if transport != "log" or (kind not in NEVER_IN_THE_LOG and size > 1)
+        if size >= FEWEST_RANKS.get(transport, 1)
+        and (transport != "log" or kind not in NEVER_IN_THE_LOG)
     ]
+
+
+def _hosts(transport: str, size: int) -> list[int]:
+    return [rank % 2 if transport == "hierarchical" else 0 for rank in range(size)]
 
 
 @pytest.mark.parametrize(("transport", "size", "kind"), _combinations([1, 2, 3, 4]))
 def test_all_ranks(all_clusters: Clusters, transport: str, size: int, kind: str) -> None:
     cluster = all_clusters.get(size, TRANSPORTS[transport])
-    compared = cluster.run(run_cases.run, kind, None, timeout=120.0)
+    compared = cluster.run(run_cases.run, kind, None, _hosts(transport, size), timeout=120.0)
     assert min(compared) > 300 and len(set(compared)) == 1, compared
 
 
@@ -42,6 +50,6 @@ def test_all_ranks(all_clusters: Clusters, transport: str, size: int, kind: str)
 def test_a_process_set(all_clusters: Clusters, transport: str, size: int, kind: str) -> None:
     members = SUBSETS[size]
     cluster = all_clusters.get(size, TRANSPORTS[transport])
-    compared = cluster.run(run_cases.run, kind, members, timeout=120.0)
+    compared = cluster.run(run_cases.run, kind, members, _hosts(transport, size), timeout=120.0)
     for rank, count in enumerate(compared):
         assert count > 300 if rank in members else count == 0, compared
