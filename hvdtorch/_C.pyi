@@ -77,6 +77,12 @@ class GradientHooks:
 def on_gradient(before: Callable[[Any, int], None], after: Callable[[Any, int], None]) -> None:
     """What is called, with group and index, for what the hooks do not deal with themselves."""
 
+def end_of_pass() -> None:
+    """The backward() of this thread has ended: its tensors are no gradients any more."""
+
+def forget_gradient_memory() -> None:
+    """The job has ended: what its large gradients were in is not used again."""
+
 class GradientBucket:
     """Gradients that are reduced by one operation, in one piece of memory."""
 

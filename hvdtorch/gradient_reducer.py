@@ -134,6 +134,7 @@ class GradientReducer:
         for rounds in self._rounds.values():
             rounds.reset()
         self._rounds = {key: rounds for key, rounds in self._rounds.items() if rounds.groups}
+        _C.forget_gradient_memory()
         self._task = -1
         self._open.clear()
 
@@ -208,6 +209,7 @@ class GradientReducer:
         self._end_pass(task)
 
     def _end_pass(self, task: int) -> None:
+        _C.end_of_pass()
         due: list[tuple[Rounds, list[Slot]]] = []
         for rounds in self._rounds.values():
             reached = False

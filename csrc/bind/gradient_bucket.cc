@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "bind/gradient_hooks.h"
+#include "bind/gradient_memory.h"
 #include "core/planner.h"
 
 namespace hvdtorch {
@@ -67,10 +68,18 @@ GradientBucket::GradientBucket(std::vector<std::shared_ptr<GradientSlot>> slots,
     member.slot->member = i;
     members_.push_back(std::move(member));
   }
+  if (members_.size() == 1) GradientMemory::want(bytes_of_one());
   recount();
 }
 
-GradientBucket::~GradientBucket() { retire(); }
+GradientBucket::~GradientBucket() {
+  retire();
+  if (members_.size() == 1) GradientMemory::unwant(bytes_of_one());
+}
+
+size_t GradientBucket::bytes_of_one() const {
+  return static_cast<size_t>(members_.front().numel * element_);
+}
 
 void GradientBucket::retire() {
   for (Member& member : members_) {

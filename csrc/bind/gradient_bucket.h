@@ -110,6 +110,7 @@ class GradientBucket {
   void take_memory();
   void submit(at::Tensor operand, std::function<void()> finish);
   bool put(const Member& member, at::Tensor& gradient) const;
+  size_t bytes_of_one() const;
   at::Tensor gather(std::vector<size_t>& loose);
   at::Tensor operand_of_one(std::vector<size_t>& loose);
 

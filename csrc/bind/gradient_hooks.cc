@@ -9,6 +9,7 @@
 #include <exception>
 #include <utility>
 
+#include "bind/gradient_memory.h"
 #include "bind/site.h"
 
 namespace hvdtorch {
@@ -122,6 +123,7 @@ void GradientHooks::open(int64_t task, bool reduces) {
   task_ = task;
   reduces_ = reduces;
   current_backward = current_site();
+  if (reduces) GradientMemory::begin();
   for (const auto& slot : slots_) {
     slot->fresh = false;
     if (slot->bucket != nullptr && slot->member == 0) slot->bucket->recount();

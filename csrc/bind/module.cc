@@ -12,6 +12,7 @@
 #include "bind/gloo_link.h"
 #include "bind/gradient_bucket.h"
 #include "bind/gradient_hooks.h"
+#include "bind/gradient_memory.h"
 #include "bind/job.h"
 #include "bind/site.h"
 #include "channel/local.h"
@@ -254,6 +255,8 @@ void bind_gradients(py::module_& m) {
         GradientHooks::on_gradient(before.ptr(), after.ptr());
       },
       py::arg("before"), py::arg("after"));
+  m.def("end_of_pass", &GradientMemory::end);
+  m.def("forget_gradient_memory", &GradientMemory::reset);
   py::class_<GradientBucket>(m, "GradientBucket")
       .def(py::init(&make_bucket), py::arg("hooks"), py::arg("members"), py::arg("sizes"),
            py::arg("strides"), py::arg("dtype"), py::arg("name"), py::arg("reduce_op"),

@@ -84,6 +84,9 @@ std::optional<Launch> Planner::add(Decision decision) {
 bool Planner::fusable(const Launch& launch, const Queued& queued) const {
   const OpDesc& a = *launch.items.front().desc;
   const OpDesc& b = *queued.item.desc;
+  // To copy a larger tensor into the fusion buffer and back takes longer than a launch of its own.
+  constexpr int64_t kWorthPacking = 1 << 20;
+  if (std::max(a.bytes(), b.bytes()) > kWorthPacking) return false;
   if (a.kind != b.kind || !(a.device == b.device) || launch.absent != queued.absent) return false;
   if (!options_.group_fusion && a.group != b.group) return false;
   switch (a.kind) {

@@ -1,6 +1,7 @@
 """DistributedOptimizer: joint buckets, in which gradients are reduced without being asked for."""
 
 import gc
+import os
 import weakref
 from collections.abc import Callable
 
@@ -457,6 +458,65 @@ def test_a_pass_that_raised_on_one_rank_is_told(cluster: Cluster) -> None:
 def resident() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
+
+
+def large(kind: str) -> tuple[list[float], list[float]]:
+    """What a large gradient that is kept says after more steps, and the last step's gradients."""
+    parameters = [nn.Parameter(torch.zeros(600, 500)) for _ in range(3)]
+    optimizer = wrap({f"large.{kind}.{i}": p for i, p in enumerate(parameters)})
+    kept: list[Tensor] = []
+    for step in range(6):
+        if kind == "accumulated":
+            optimizer.zero_grad(set_to_none=False)
+        else:
+            optimizer.zero_grad()
+        sum(((p @ torch.full((500, 2), 0.5)).sum() for p in parameters), torch.zeros(())).mul(
+            (step + 1.0) * (1 + hvd.rank())
+        ).backward()
+        if kind == "kept":
+            kept.append(parameters[1].grad)
+        elif kind == "copied":
+            kept.append(parameters[1].grad.clone())
+    assert len(joint_buckets()) == 3
+    for each in [*kept, *(p.grad for p in parameters)]:
+        assert torch.equal(each, torch.full_like(each, each[0, 0].item()))
+    return [each[0, 0].item() for each in kept], [p.grad[0, 0].item() for p in parameters]
+
+
+@pytest.mark.np(2)
+@pytest.mark.parametrize("kind", ["kept", "copied", "accumulated"])
+def test_large_gradients(cluster: Cluster, kind: str) -> None:
+    kept = [] if kind == "accumulated" else [1.5 * (step + 1) for step in range(6)]
+    assert cluster.run(large, kind) == [(kept, [9.0] * 3)] * 2
+
+
+def inside_the_job(where: str) -> list[float]:
+    """Large gradients with shutdown() and init() between, or with a forked child between."""
+    w, v = nn.Parameter(torch.zeros(600, 500)), nn.Parameter(torch.zeros(600, 500))
+    optimizer = wrap({f"job.{where}.w": w, f"job.{where}.v": v})
+    seen = []
+    for step in range(6):
+        if step == 3 and where == "restart":
+            hvd.shutdown()
+            hvd.init()
+        optimizer.zero_grad()
+        ((w.sum() + v.sum()) * (1.0 + hvd.rank())).backward()
+        if step == 3 and where == "fork":
+            before = w.grad.clone()
+            child = os.fork()
+            if child == 0:
+                (torch.zeros(600, 500) + 7.0).sum().item()
+                os._exit(0)
+            os.waitpid(child, 0)
+            assert torch.equal(before, w.grad)
+        seen.append(v.grad[5, 5].item())
+    return seen
+
+
+@pytest.mark.np(2)
+@pytest.mark.parametrize("where", ["restart", "fork"])
+def test_large_gradients_outlive_jobs_and_children(cluster: Cluster, where: str) -> None:
+    assert cluster.run(inside_the_job, where) == [[1.5] * 6] * 2
 
 
 def two_hundred_steps(keep: bool) -> int:
