@@ -67,7 +67,8 @@ class Choice {
       members.push_back(rank);
     }
     if (leaders.size() == ranks.size()) return flat;
-    const std::vector<int>& here = by_group[topology_.group_of[static_cast<size_t>(topology_.rank)]];
+    const std::vector<int>& here =
+        by_group[topology_.group_of[static_cast<size_t>(topology_.rank)]];
     const bool leads = here.front() == topology_.rank;
     return make_hierarchical(groups, make(process_set, here),
                              leads ? remote(process_set, kCross, leaders) : nullptr,

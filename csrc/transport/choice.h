@@ -1,5 +1,5 @@
-// Which transport serves which ranks: shared memory among ranks of one host, the network among ranks
-// on a host each, and a hierarchy of the two where there are both.
+// Which transport serves which ranks: shared memory among ranks of one host, the network among
+// ranks on a host each, and a hierarchy of the two where there are both.
 #pragma once
 
 #include <cstdint>

@@ -19,7 +19,7 @@ struct HierarchicalSizes {
   // allreduce: up to here, the leaders exchange the whole at once: fewest messages.
   int64_t whole = 256 << 10;
   // Above, it goes in stages, of which each leader reduces so much.
-  int64_t share = 512 << 10;
+  int64_t share = 1 << 20;
 };
 
 // hosts[r] is equal for ranks on one host; what numbers stand for hosts does not matter. The leader
