@@ -39,7 +39,7 @@ struct Request {
   std::vector<int64_t> splits;
   uint32_t process_set = 0;
   std::string site;
-  bool waits = false;  // see Runtime::submit()
+  bool waits = false;            // see Runtime::submit()
   std::function<void()> finish;  // runs when the result is in place, before completion
 };
 
