@@ -17,6 +17,7 @@ import signal
 import socket
 import struct
 import subprocess
+import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -74,7 +75,8 @@ class Companion:
 
     def call(self, method: str, *arguments: Any) -> Any:
         """What `method` of the served object returns, there. All ranks call together."""
-        os.kill(self._pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGCONT)
         answer = self._ask("call", method, arguments)
         dist.barrier()  # the others' may still need this one's background thread
         self._stop()
@@ -96,7 +98,13 @@ class Companion:
                 self._child.wait()
 
     def _stop(self) -> None:
-        os.kill(self._pid, signal.SIGSTOP)
+        """Returns when it has happened, since a process on its way to a stop still takes a core."""
+        with suppress(FileNotFoundError, ProcessLookupError):  # it ended: the next call will say so
+            os.kill(self._pid, signal.SIGSTOP)
+            status = Path(f"/proc/{self._pid}/stat")
+            # The state follows the name, which is in brackets and may hold anything.
+            while status.read_text().rpartition(")")[2].split()[0] not in "TZX":
+                time.sleep(0.0001)
 
     def _accept(self, listener: socket.socket) -> tuple[Connection, int]:
         """The connection of this rank's companion, and its process id."""
@@ -147,4 +155,4 @@ def _command(python: Path, kind: str) -> list[str] | None:
     command = [mpirun, "-np", str(size), "--oversubscribe", "--bind-to", "none"]
     command += ["--map-by", "slot", *(["--allow-run-as-root"] if os.getuid() == 0 else [])]
     command += [interpreter, str(MAIN), "0"]
-    return [interpreter, str(MAIN), "--exec", str(os.getpid()), *command]
+    return [interpreter, str(MAIN), "--mpirun", str(os.getpid()), *command]

@@ -1,7 +1,7 @@
 """A companion: connects to its rank, becomes a rank of a Horovod job, does what it is asked.
 
     python main.py PARENT [RANK SIZE]             a companion (without RANK: mpirun says which)
-    python main.py --exec PARENT COMMAND ...      become COMMAND, which ends with PARENT
+    python main.py --mpirun PARENT MPIRUN ...     that command, which ends with PARENT
 
 Started by beside.py only. PARENT is a process id, 0 for whoever it is.
 """
@@ -12,8 +12,11 @@ import importlib
 import os
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import traceback
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -64,11 +67,33 @@ def serve(connection: Connection, service: Service) -> None:
             return
 
 
+def leave_once(*_: object) -> None:
+    """On SIGTERM: leave, through every `finally`, even if it is sent again."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + signal.SIGTERM)
+
+
+def run_mpirun(command: list[str]) -> int:
+    """Its exit status. Open MPI leaves its files in /dev/shm when its ranks are killed, so they get
+    a folder that goes with this process."""
+    with tempfile.TemporaryDirectory(prefix="hvdbench-", dir="/dev/shm") as directory:
+        place = ["--mca", "btl_vader_backing_directory", directory]
+        child = subprocess.Popen(
+            [command[0], *place, *command[1:]], preexec_fn=partial(end_with, 0, signal.SIGTERM)
+        )
+        try:
+            return child.wait()
+        finally:
+            child.terminate()
+            child.wait()
+
+
 def main(arguments: list[str]) -> None:
     """See the module's text."""
-    if arguments[0] == "--exec":
+    if arguments[0] == "--mpirun":
+        signal.signal(signal.SIGTERM, leave_once)
         end_with(int(arguments[1]), signal.SIGTERM)
-        os.execv(arguments[2], arguments[2:])
+        sys.exit(run_mpirun(arguments[2:]))
     end_with(int(arguments[0]))
     if arguments[1:]:
         rank, size = int(arguments[1]), int(arguments[2])

@@ -170,7 +170,9 @@ void measure(const char* kind, int ranks, int tensors, int steps, int64_t count,
   std::vector<Cost> fresh, known;
   Job job(ranks, tensors);
   for (int step = 0; step < steps; ++step) {
-    fresh.push_back(job.step(descs_of(std::to_string(step), tensors, count), payload));
+    // Of equal length, so that all steps have as many bytes.
+    const std::string name = std::to_string(1'000'000 + step);
+    fresh.push_back(job.step(descs_of(name, tensors, count), payload));
   }
   const auto descs = descs_of("again", tensors, count);
   job.step(descs, payload);

@@ -44,9 +44,15 @@ struct BFloat16Format {
   }
   template <typename Word>
   HVDTORCH_INLINE static Word narrow(Word x) {
-    const Word rounded = (x + 0x7fffu + ((x >> 16) & 1u)) >> 16;  // inf stays inf
-    const Word quiet_nan = (x >> 16) | 0x40u;
-    return (x & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded;
+    return round(x) >> 16;
+  }
+  // The code in the upper half; the lower half means nothing.
+  template <typename Word>
+  HVDTORCH_INLINE static Word round(Word x) {
+    const Word rounded = x + 0x7fffu + ((x >> 16) & 1u);  // inf stays inf
+    const Word quiet_nan = x | 0x00400000u;
+    const auto value = __builtin_bit_cast(typename FloatWords<Word>::Floats, x);
+    return value != value ? quiet_nan : rounded;
   }
 };
 

@@ -1,8 +1,10 @@
 #include "kernels/isa.h"
 
 #include <atomic>
-#include <stdexcept>
-#include <string>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 namespace hvdtorch {
 namespace {
@@ -18,6 +20,13 @@ std::atomic<Isa>& chosen() {
   static std::atomic<Isa> isa{best_isa()};
   return isa;
 }
+
+#if defined(__x86_64__)
+bool has_f16c() noexcept {  // __builtin_cpu_supports() does not know it everywhere
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+#endif
 
 }  // namespace
 
@@ -35,7 +44,7 @@ const char* name_of(Isa isa) noexcept {
 
 bool processor_has([[maybe_unused]] Isa isa) noexcept {
 #if defined(__x86_64__)
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  const bool avx2 = __builtin_cpu_supports("avx2") && has_f16c();
   if (isa == Isa::kAvx2) return avx2;
   if (isa == Isa::kAvx512) {
     return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -47,11 +56,10 @@ bool processor_has([[maybe_unused]] Isa isa) noexcept {
 
 Isa current_isa() noexcept { return chosen().load(std::memory_order_relaxed); }
 
-void use_isa(Isa isa) {
-  if (!processor_has(isa)) {
-    throw std::invalid_argument(std::string("this processor has no ") + name_of(isa));
-  }
+bool use_isa(Isa isa) noexcept {
+  if (!processor_has(isa)) return false;
   chosen().store(isa, std::memory_order_relaxed);
+  return true;
 }
 
 }  // namespace hvdtorch

@@ -16,6 +16,6 @@ inline constexpr int kNumIsas = 3;
 const char* name_of(Isa) noexcept;  // "AVX-512"
 bool processor_has(Isa) noexcept;   // and this program was compiled for such a processor
 Isa current_isa() noexcept;         // the last one given to use_isa(), else the best
-void use_isa(Isa isa);              // for tests and benchmarks; throws if there is none
+bool use_isa(Isa) noexcept;         // for tests and benchmarks; false: the processor has no such
 
 }  // namespace hvdtorch

@@ -2,6 +2,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include <type_traits>
+
 #include "kernels/reduce_table.h"  // and so all headers but our own before the switch
 
 #if defined(__clang__)
@@ -13,7 +15,7 @@
 
 #define HVDTORCH_VECTOR_BYTES 32
 #define HVDTORCH_HAS_F16C
-#include "kernels/reduce_vector.h"
+#include "kernels/reduce_rows.h"
 
 namespace hvdtorch {
 

@@ -1,4 +1,4 @@
-// Which kernel computes what: those of reduce_vector.h for the instruction set in use, those of
+// Which kernel computes what: those of reduce_rows.h for the instruction set in use, those of
 // reduce_scalar.h for the rare cases, adasum_cpu.h for Adasum.
 #include "kernels/reduce_cpu.h"
 

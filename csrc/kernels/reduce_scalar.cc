@@ -1,7 +1,8 @@
 #include "kernels/reduce_scalar.h"
 
-#include <array>
+#include <algorithm>
 #include <bit>
+#include <cstring>
 #include <limits>
 #include <type_traits>
 
@@ -144,23 +145,35 @@ struct Complex {
   T re, im;
 };
 
+// In blocks that stay in the cache, and simple loops over them, which compilers vectorise.
 template <typename T>
 void complex_product(const Work& work) {
-  const auto pre = static_cast<T>(work.prescale), post = static_cast<T>(work.postscale);
-  const auto scaled = [](Complex<T> value, double by, T factor) {
-    return by == 1.0 ? value : Complex<T>{value.re * factor, value.im * factor};
+  constexpr int64_t kBlock = 512;
+  Complex<T> product[kBlock], scaled[kBlock];
+  const auto scale_by = [](double factor, const Complex<T>* from, Complex<T>* to, int64_t n) {
+    const auto by = static_cast<T>(factor);
+    for (int64_t i = 0; i < n; ++i) to[i] = {from[i].re * by, from[i].im * by};
   };
-  for (int64_t i = 0; i < work.count; ++i) {
-    const auto value_of = [&](int r) {
-      return scaled(static_cast<const Complex<T>*>(work.srcs[r])[i], work.prescale, pre);
+  for (int64_t begin = 0; begin < work.count; begin += kBlock) {
+    const int64_t n = std::min(kBlock, work.count - begin);
+    const auto source = [&](int r, Complex<T>* block) {
+      const auto* const from = static_cast<const Complex<T>*>(work.srcs[r]) + begin;
+      if (work.prescale == 1.0) return from;
+      scale_by(work.prescale, from, block, n);
+      return static_cast<const Complex<T>*>(block);
     };
-    Complex<T> a = value_of(0);
+    std::memmove(product, source(0, product), n * sizeof(Complex<T>));
     for (int r = 1; r < work.nsrc; ++r) {
-      const Complex<T> b = value_of(r);
-      a = {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re};
+      const Complex<T>* const b = source(r, scaled);
+      for (int64_t i = 0; i < n; ++i) {
+        const Complex<T> a = product[i];
+        product[i] = {a.re * b[i].re - a.im * b[i].im, a.re * b[i].im + a.im * b[i].re};
+      }
     }
-    a = scaled(a, work.postscale, post);
-    for (int d = 0; d < work.ndst; ++d) static_cast<Complex<T>*>(work.dsts[d])[i] = a;
+    if (work.postscale != 1.0) scale_by(work.postscale, product, product, n);
+    for (int d = 0; d < work.ndst; ++d) {
+      std::memcpy(static_cast<Complex<T>*>(work.dsts[d]) + begin, product, n * sizeof(Complex<T>));
+    }
   }
 }
 

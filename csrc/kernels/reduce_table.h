@@ -1,5 +1,5 @@
 // What reduce_cpu.cc looks kernels up in: one table per instruction set, filled by
-// reduce_vector.h, and the few kernels that work on one element at a time.
+// reduce_rows.h, and the few kernels that work on one element at a time.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,8 @@
 
 namespace hvdtorch {
 
-// One call of a kernel: dsts[d][i] = finish(op over r of prescale * srcs[r][i]), where finish
-// multiplies by postscale and divides by divisor. A kernel that averages divides, others are given
-// a divisor of 1.
+// One call of a kernel: dsts[d][i] = op over r of (prescale * srcs[r][i]), multiplied by postscale,
+// then divided by divisor, which is 1 but for averages. (Integers are divided first.)
 struct Work {
   void* const* dsts;
   int ndst;

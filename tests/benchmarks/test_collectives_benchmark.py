@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import collectives
 import pytest
@@ -171,6 +172,24 @@ def test_wrong_elements_are_counted_in_every_sample() -> None:
     peer = Wrong()
     peer.prepare(cases.Case("allreduce", 400, "float32", "sum", 1), rank=0)
     assert [peer.sample(lambda: None)[1] for _ in range(3)] == [2, 2, 2]
+
+
+def test_arena_tensors_are_made_by_shared_empty() -> None:
+    made = []
+
+    def shared_empty(*size: int, dtype: torch.dtype) -> torch.Tensor:
+        made.append(torch.empty(*size, dtype=dtype))
+        return made[-1]
+
+    peer = peers.HvdtorchArena()
+    peer._hvd = SimpleNamespace(
+        shared_empty=shared_empty, allreduce_=lambda tensor, name, op: tensor
+    )
+    peer._ops = {"sum": 1}
+    peer.prepare(cases.Case("allreduce", 400, "bfloat16", "sum", 1, tensors=1), rank=0)
+    (tensor,) = made
+    assert peer._run()[0] is tensor
+    assert torch.equal(tensor, peer._expected[0])
 
 
 def row(us: float, peer: str, nbytes: int, tensors: int = 1, **changed: object) -> report.Row:

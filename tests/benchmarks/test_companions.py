@@ -140,6 +140,8 @@ def test_horovod_over_gloo_and_mpi(tmp_path: Path, horovod: Path) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.timeout(200)
 def test_nothing_stays_behind_of_horovod(horovod: Path, kind: str, victim: int) -> None:
+    shared = Path("/dev/shm")
+    before = set(shared.iterdir())
     text = f"""
         if rank == {victim}:
             print("all companions are there", flush=True)
@@ -150,3 +152,5 @@ def test_nothing_stays_behind_of_horovod(horovod: Path, kind: str, victim: int) 
     job = run_ranks(text, horovod, kind)
     assert job.returncode != 0
     assert "all companions are there" in job.outputs[0]
+    left = [path for path in set(shared.iterdir()) - before if "vader" in path.name]
+    assert left + list(shared.glob("hvdbench-*")) == []
