@@ -7,6 +7,7 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/version.h>
 
 #include <algorithm>
 #include <cstring>
@@ -34,6 +35,16 @@ bool same_strides(at::IntArrayRef sizes, at::IntArrayRef one, at::IntArrayRef ot
 // Its bytes are what they seem: nothing is to be conjugated or negated when they are read.
 bool plain(const at::Tensor& tensor) {
   return !tensor.is_conj() && !tensor.is_neg() && !tensor._is_zerotensor();
+}
+
+// Nothing but the parameter refers to its gradient (apart from a wrapper of Python's that nobody
+// refers to).
+bool unshared(const at::Tensor& gradient) {
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+  return torch::autograd::impl::is_tensor_stealable(gradient, 1);
+#else
+  return gradient.use_count() <= 1;
+#endif
 }
 
 }  // namespace
@@ -151,8 +162,7 @@ bool GradientBucket::put(const Member& member, at::Tensor& gradient) const {
   }
   // A gradient that autograd has made in this pass may share a storage (with the tensor it is a
   // transposed view of, say); an older one may be a part of a tensor that the user knows.
-  if (!alike || gradient.requires_grad() ||
-      !torch::autograd::impl::is_tensor_stealable(gradient, 1) ||
+  if (!alike || gradient.requires_grad() || !unshared(gradient) ||
       !(member.slot->fresh || gradient.storage().use_count() == 1)) {
     return false;
   }

@@ -57,6 +57,14 @@ const Case threshold("tensors share a launch up to the threshold, inclusive", []
   check_eq(planned(1000, {}), "");
 });
 
+const Case large("what takes longer to copy than to launch is launched alone", [] {
+  constexpr int64_t kMost = (1 << 20) / kFloat;
+  const OpDesc a = allreduce_of("a", {10}), b = allreduce_of("b", {kMost}),
+               c = allreduce_of("c", {kMost + 1}), d = allreduce_of("d", {10});
+  check_eq(planned(1 << 30, {a, b, c, d}), "a b d | c");
+  check_eq(planned(1 << 30, {c, a, d}), "c | a d");
+});
+
 const Case look_ahead("what does not fit is passed over; order is kept among the rest", [] {
   const OpDesc big = allreduce_of("big", {100});
   const auto small = [](const char* name) { return allreduce_of(name, {1}); };
