@@ -98,11 +98,10 @@ class JointBucket:
 
 
 def candidates(group: Group) -> list[Slot]:
-    """The slots that joint buckets are for."""
+    """The slots that joint buckets are for, by what is the same on all ranks."""
     if group.converts:
         return []
-    slots = [slot for slot in group.slots if slot.bucket is None and not slot.alone]
-    slots = [slot for slot in slots if slot.dtype in _DTYPES]
+    slots = [slot for slot in group.slots if slot.bucket is None and slot.dtype in _DTYPES]
     return slots if len(slots) > 1 else []
 
 

@@ -10,8 +10,10 @@ Words used here:
 - A *round* is the one meeting of all ranks of a process set, at the end of a due pass.
 
 In a due pass, a hook that runs right after a `.grad` was accumulated launches the in-place
-allreduce of that gradient, so communication overlaps with the rest of the pass. At the end of the
-pass (an autograd engine callback, so still inside `backward()`) the round launches what only other
+allreduce of that gradient, so communication overlaps with the rest of the pass. Ordinary gradients
+are dealt with by native hooks (csrc/bind/gradient_hooks.h) in joint buckets (gradient_buckets.py);
+what comes to Python is the first gradient of a pass and whatever is unusual. At the end of the pass
+(an autograd engine callback, so still inside `backward()`) the round launches what only other
 ranks have launched, as zeros if nothing was accumulated here, and waits for everything. When
 `backward()` returns, `.grad` is the reduced gradient on every rank. How that works is in
 gradient_launches.py and gradient_rounds.py; this file is about parameters, hooks and passes.

@@ -8,7 +8,8 @@ announcement, hence are the same on every rank.
 
 Two kinds of gradient are not launched when they are offered. One of a bucket waits for the rest of
 the bucket. If the bucket is complete on no rank, the round launches those of its gradients that
-some rank has, one by one; else it launches the whole bucket where that has not happened. A sparse
+some rank has, one by one; else it launches the whole bucket where that has not happened. (So it is
+with joint buckets, but those that are complete if all ranks are taken together.) A sparse
 gradient waits for the round, in which the ranks exchange what they have: see gradient_sparse.py.
 
 After a change of groups no gradient is launched before the ranks have agreed about them; a round in

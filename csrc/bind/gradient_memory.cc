@@ -42,6 +42,8 @@ struct Loan {
 
 void give_back(void* context) {
   const std::unique_ptr<Loan> loan(static_cast<Loan*>(context));
+  // In a forked child the lock may be held by a thread that is not there.
+  if (!Job::instance().running()) return;
   const std::lock_guard lock(mutex);
   if (loan->job != job) return;
   Shelf& shelf = shelves()[loan->bytes];
