@@ -2,10 +2,12 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <unistd.h>
 
 #include <map>
 #include <memory>
 #include <mutex>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -32,29 +34,49 @@ int job = 0;  // counts resets
 
 thread_local bool serving = false;
 
-// What a tensor holds of its block.
+bool in_forked_child() {
+  static const pid_t owner = getpid();  // first called when the first block is lent
+  return getpid() != owner;
+}
+
+// A block that is in use.
 struct Loan {
-  Loan(Block block, size_t bytes, int job) : block(std::move(block)), bytes(bytes), job(job) {}
   Block block;
   size_t bytes;
   int job;
 };
+// By address, which is all that the raw interface of allocators hands back.
+std::unordered_map<void*, Loan>& loans() {
+  static auto* all = new std::unordered_map<void*, Loan>;
+  return *all;
+}
 
-void give_back(void* context) {
-  const std::unique_ptr<Loan> loan(static_cast<Loan*>(context));
-  // In a forked child the lock may be held by a thread that is not there.
-  if (!Job::instance().running()) return;
-  const std::lock_guard lock(mutex);
-  if (loan->job != job) return;
-  Shelf& shelf = shelves()[loan->bytes];
+// Whether the memory was lent from here.
+bool give_back(void* data) {
+  Block block;  // let go after the lock
+  std::unique_lock lock(mutex, std::try_to_lock);
+  if (!lock) {
+    // In a forked child it may be held by a thread that is not there: nothing is freed then.
+    if (in_forked_child()) return true;
+    lock.lock();
+  }
+  const auto found = loans().find(data);
+  if (found == loans().end()) return false;
+  const auto [bytes, of_job] = std::pair(found->second.bytes, found->second.job);
+  block = std::move(found->second.block);
+  loans().erase(found);
+  if (of_job != job || in_forked_child()) return true;
+  Shelf& shelf = shelves()[bytes];
   --shelf.taken;
   if (static_cast<int>(shelf.free.size()) + shelf.taken < shelf.wanted) {
-    shelf.free.push_back(std::move(loan->block));
+    shelf.free.push_back(std::move(block));
   }
+  return true;
 }
 
 // Null if there is none for a tensor of that size.
-std::unique_ptr<Loan> take(size_t bytes) {
+void* take(size_t bytes) {
+  if (in_forked_child()) return nullptr;  // it would write to its parent's memory
   const std::lock_guard lock(mutex);
   const auto found = shelves().find(bytes);
   if (found == shelves().end() || found->second.taken >= found->second.wanted) return nullptr;
@@ -66,45 +88,47 @@ std::unique_ptr<Loan> take(size_t bytes) {
     block = std::move(shelf.free.back());
     shelf.free.pop_back();
   }
+  void* data = block.get();
+  loans().emplace(data, Loan{std::move(block), bytes, job});
   ++shelf.taken;
-  return std::make_unique<Loan>(std::move(block), bytes, job);
+  return data;
+}
+
+c10::Allocator* others = nullptr;  // the allocator that was there before
+
+void release(void* data) {
+  if (!give_back(data)) others->raw_deleter()(data);
 }
 
 class ServingAllocator final : public c10::Allocator {
  public:
-  explicit ServingAllocator(c10::Allocator* other) : other_(other) {}
-
   c10::DataPtr allocate(size_t bytes) override {
-    // Not in a forked child: it would write to its parent's memory.
     if (serving && Job::instance().running()) {
       try {
-        if (auto loan = take(bytes)) {
-          std::byte* data = loan->block.get();
-          return {data, loan.release(), &give_back, at::kCPU};
-        }
+        // The context is the address: what raw_allocate(), by which libraries ask, insists on.
+        if (void* data = take(bytes)) return {data, data, &release, at::kCPU};
       } catch (const std::exception&) {
         // No memory to share, or no job any more.
       }
     }
-    return other_->allocate(bytes);
+    return others->allocate(bytes);
   }
-  // Of the other's allocations. A block's context is not its address, by which raw_allocate() sees
-  // that it must not be freed like those.
-  c10::DeleterFnPtr raw_deleter() const override { return other_->raw_deleter(); }
+  // For either's memory.
+  c10::DeleterFnPtr raw_deleter() const override {
+    return others->raw_deleter() == nullptr ? nullptr : &release;
+  }
   void copy_data(void* to, const void* from, std::size_t count) const override {
-    other_->copy_data(to, from, count);
+    others->copy_data(to, from, count);
   }
-
- private:
-  c10::Allocator* other_;
 };
 
 }  // namespace
 
 void GradientMemory::want(size_t bytes) {
   static const bool installed = [] {
+    others = c10::GetCPUAllocator();
     // Never destroyed, like the one before it.
-    c10::SetCPUAllocator(new ServingAllocator(c10::GetCPUAllocator()), /*priority=*/255);
+    c10::SetCPUAllocator(new ServingAllocator, /*priority=*/255);
     return true;
   }();
   static_cast<void>(installed);

@@ -1,5 +1,6 @@
 """DistributedOptimizer: joint buckets, in which gradients are reduced without being asked for."""
 
+import copy
 import gc
 import os
 import weakref
@@ -553,3 +554,35 @@ def let_go() -> list[bool]:
 @pytest.mark.np(2)
 def test_parameters_go_with_their_optimizer(cluster: Cluster) -> None:
     assert cluster.run(let_go) == [[True] * 3] * 2
+
+
+def convolve():
+    """Layers for which libraries ask for scratch memory, of just the size of a gradient at times."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 32, 3),
+        nn.ReLU(),
+        nn.Conv2d(32, 256, 3),
+        nn.ReLU(),
+        nn.Conv2d(256, 256, 3),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(256, 3),
+    ).to(memory_format=torch.channels_last)
+    plain = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+    )
+    images = torch.randn(2, 3, 9, 9)  # the same on all ranks
+    for _ in range(4):
+        model(images).square().mean().backward()
+        plain(images).square().mean().backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+        optimizer.zero_grad()
+        plain.zero_grad()
+    return True
+
+
+def test_convolutions_with_large_gradients(cluster):
+    assert all(cluster.run(convolve))
