@@ -557,7 +557,7 @@ def test_parameters_go_with_their_optimizer(cluster: Cluster) -> None:
 
 
 def convolve():
-    """Layers for which libraries ask for scratch memory, of just the size of a gradient at times."""
+    """Layers whose libraries ask for scratch memory, at times of just the size of a gradient."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 32, 3),
