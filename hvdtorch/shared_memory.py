@@ -9,6 +9,8 @@ whether memory is shared depends on trying it, not on names.
 from __future__ import annotations
 
 import json
+import math
+import operator
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -138,10 +140,25 @@ def shared_empty(*size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
 
     Raises
     ------
+    TypeError
+        A length that is no integer, a dtype that is none.
     ValueError
         There is no tensor of that shape.
+    MemoryError
+        It does not fit into memory.
     HorovodInternalError
         hvdtorch is not initialised.
     """
-    shape = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
-    return _C.shared_empty([int(length) for length in shape], dtype or torch.get_default_dtype())
+    listed = len(size) == 1 and isinstance(size[0], Sequence) and not isinstance(size[0], str)
+    shape = [operator.index(length) for length in (size[0] if listed else size)]
+    if dtype is None:
+        dtype = torch.get_default_dtype()
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"shared_empty(dtype=...) takes a torch.dtype, not {dtype!r}")
+    nbytes = math.prod(shape) * dtype.itemsize
+    if min(shape, default=0) < 0 or max(nbytes, *shape, 0) >= 2**63:
+        raise ValueError(f"shared_empty: there is no tensor of shape {shape}")
+    try:
+        return _C.shared_empty(shape, dtype)
+    except MemoryError:
+        raise MemoryError(f"shared_empty: no memory for {nbytes} bytes") from None

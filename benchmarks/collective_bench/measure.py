@@ -42,11 +42,12 @@ class Bench:
         self._seconds = seconds
 
     def measure(self, case: Case) -> list[Timing]:
-        """Timings of all peers, in their order, the same on every rank."""
-        for peer in self._peers:
+        """Timings of the peers that can do it, in their order, the same on every rank."""
+        peers = [peer for peer in self._peers if peer.takes(case)]
+        for peer in peers:
             peer.prepare(case, dist.get_rank())
         found = rounds.measure(
-            [partial(peer.sample, dist.barrier) for peer in self._peers],
+            [partial(peer.sample, dist.barrier) for peer in peers],
             most=self._rounds,
             fewest=FEWEST_ROUNDS,
             warm_up=WARM_UP_ROUNDS,
@@ -60,5 +61,5 @@ class Bench:
                 p99_us=percentile(series.nanoseconds, 0.99) / 1000,
                 wrong=series.wrong,
             )
-            for peer, series in zip(self._peers, found, strict=True)
+            for peer, series in zip(peers, found, strict=True)
         ]

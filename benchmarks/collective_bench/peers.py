@@ -47,6 +47,10 @@ class Peer:
         """For the head of the report."""
         raise NotImplementedError
 
+    def takes(self, case: Case) -> bool:
+        """Whether the library can do it at all; else it has no row of this case."""
+        return True
+
     def allreduce_(self, tensor: Tensor, op: str) -> Tensor:
         """In place, blocking; op is "sum" or "average"."""
         raise NotImplementedError
@@ -247,6 +251,9 @@ class InCompanion(Peer):
     def __init__(self, kind: str, python: Path) -> None:
         self.name = f"horovod-{kind}"
         self._kind, self._python = kind, python
+
+    def takes(self, case: Case) -> bool:
+        return case.dtype != "bfloat16"  # which Horovod refuses on the CPU
 
     def setup(self) -> None:
         served = "collective_bench.horovod_peer:Horovod"

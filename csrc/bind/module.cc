@@ -204,12 +204,8 @@ void start(int rank, int size, std::vector<std::string> hosts, std::vector<int> 
 }
 
 at::Tensor shared_empty(const std::vector<int64_t>& shape, at::ScalarType dtype) {
-  int64_t bytes = static_cast<int64_t>(c10::elementSize(dtype));
-  for (int64_t dim : shape) {
-    if (dim < 0 || __builtin_mul_overflow(bytes, dim, &bytes)) {
-      throw std::invalid_argument("shared_empty: there is no tensor of shape " + shape_text(shape));
-    }
-  }
+  const int64_t bytes =
+      c10::multiply_integers(shape) * static_cast<int64_t>(c10::elementSize(dtype));
   auto block = Job::instance().allocate(bytes);
   void* data = block.get();
   return at::from_blob(

@@ -85,6 +85,7 @@ def shapes():
             hvd.shared_empty((4,), dtype=torch.int16),
             hvd.shared_empty(torch.Size([0, 5])),
             hvd.shared_empty(),
+            hvd.shared_empty(1 << 40, 1 << 40, 0),
         )
     ]
 
@@ -95,25 +96,39 @@ def test_shapes(cluster):
         ([4], torch.int16),
         ([0, 5], torch.float32),
         ([], torch.float32),
+        ([1 << 40, 1 << 40, 0], torch.float32),
     ]
     assert cluster.run(shapes) == [expected] * cluster.size
 
 
 def refusals():
     texts = []
-    for shape in ((-1,), (1 << 40, 1 << 40)):
+    for arguments, dtype in (
+        ((-1,), None),
+        ((1 << 40, 1 << 40), None),
+        ((1 << 70,), None),
+        ((2.5,), None),
+        (("12",), None),
+        ((3,), "float32"),
+        ((1 << 45,), None),
+    ):
         try:
-            hvd.shared_empty(shape)
-        except ValueError as error:
-            texts.append(str(error))
+            hvd.shared_empty(*arguments, dtype=dtype)
+        except (ValueError, TypeError, MemoryError) as error:
+            texts.append(f"{type(error).__name__}: {error}")
     return texts
 
 
 def test_refusals(cluster):
     for texts in cluster.run(refusals):
         assert texts == [
-            "shared_empty: there is no tensor of shape [-1]",
-            "shared_empty: there is no tensor of shape [1099511627776, 1099511627776]",
+            "ValueError: shared_empty: there is no tensor of shape [-1]",
+            "ValueError: shared_empty: there is no tensor of shape [1099511627776, 1099511627776]",
+            "ValueError: shared_empty: there is no tensor of shape [1180591620717411303424]",
+            "TypeError: 'float' object cannot be interpreted as an integer",
+            "TypeError: 'str' object cannot be interpreted as an integer",
+            "TypeError: shared_empty(dtype=...) takes a torch.dtype, not 'float32'",
+            "MemoryError: shared_empty: no memory for 140737488355328 bytes",
         ]
 
 
