@@ -35,19 +35,27 @@ struct SharedArena::Block {
 
 std::shared_ptr<std::byte> SharedArena::allocate(int64_t bytes) {
   const int64_t length = align_up(std::max<int64_t>(bytes, 1), kAlignment);
+  std::string why;
   {
     std::lock_guard lock(mutex_);
     for (int slot = 0; slot < kRegions; ++slot) {
       if (auto block = take(slot, length)) return block;
     }
-    if (offers_ != nullptr && add_region(length)) {
-      for (int slot = 0; slot < kRegions; ++slot) {
+    if (offers_ != nullptr) {
+      why = add_region(length);
+      for (int slot = 0; slot < kRegions && why.empty(); ++slot) {
         if (auto block = take(slot, length)) return block;
       }
     }
   }
   auto* own = static_cast<std::byte*>(std::aligned_alloc(kAlignment, static_cast<size_t>(length)));
   if (own == nullptr) throw std::bad_alloc();
+  if (!why.empty() && !warned_.exchange(true)) {
+    log_line(LogLevel::kWarning, "arena.cc",
+             "cannot share another " + std::to_string(bytes) +
+                 " bytes of memory with the other ranks of this host (" + why +
+                 "): tensors there are copied, which is slower");
+  }
   return {own, [](std::byte* data) { std::free(data); }};
 }
 
@@ -64,36 +72,28 @@ std::shared_ptr<std::byte> SharedArena::take(int slot, int64_t bytes) {
   return {region.segment->data() + offset, Block{shared_from_this(), slot, offset, bytes}};
 }
 
-bool SharedArena::add_region(int64_t bytes) {
+// With the lock held. Empty, or why there is none.
+std::string SharedArena::add_region(int64_t bytes) {
   const auto free_slot = std::find_if(regions_.begin(), regions_.end(),
                                       [](const Region& region) { return !region.segment; });
-  std::string why = "all " + std::to_string(kRegions) + " regions are in use";
-  if (free_slot != regions_.end()) {
-    const auto slot = static_cast<int>(free_slot - regions_.begin());
-    const int64_t size = align_up(std::max(bytes, next_region_bytes_), kPage);
-    try {
-      free_slot->segment = Segment::create(static_cast<size_t>(size), "shared memory for tensors");
-    } catch (const SharedMemoryError& error) {
-      why = error.what();
-    }
-    if (free_slot->segment) {
-      next_region_bytes_ = std::min(2 * next_region_bytes_, kLargestStep);
-      free_slot->id = ++last_id_;
-      free_slot->free = {{0, size}};
-      free_slot->used = 0;
-      offers_[slot].fd.store(free_slot->segment->fd());
-      offers_[slot].bytes.store(static_cast<uint64_t>(size));
-      offers_[slot].id.store(free_slot->id, std::memory_order_release);
-      return true;
-    }
+  if (free_slot == regions_.end()) {
+    return "all " + std::to_string(kRegions) + " regions are in use";
   }
-  if (!std::exchange(exhausted_, true)) {
-    log_line(LogLevel::kWarning, "arena.cc",
-             "cannot share another " + std::to_string(bytes) +
-                 " bytes of memory with the other ranks of this host (" + why +
-                 "): tensors there are copied, which is slower");
+  const auto slot = static_cast<int>(free_slot - regions_.begin());
+  const int64_t size = align_up(std::max(bytes, next_region_bytes_), kPage);
+  try {
+    free_slot->segment = Segment::create(static_cast<size_t>(size), "shared memory for tensors");
+  } catch (const SharedMemoryError& error) {
+    return error.what();
   }
-  return false;
+  next_region_bytes_ = std::min(2 * next_region_bytes_, kLargestStep);
+  free_slot->id = ++last_id_;
+  free_slot->free = {{0, size}};
+  free_slot->used = 0;
+  offers_[slot].fd.store(free_slot->segment->fd());
+  offers_[slot].bytes.store(static_cast<uint64_t>(size));
+  offers_[slot].id.store(free_slot->id, std::memory_order_release);
+  return "";
 }
 
 void SharedArena::give_back(int slot, int64_t offset, int64_t bytes) noexcept {

@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "shared/segment.h"
@@ -61,7 +62,7 @@ class SharedArena : public std::enable_shared_from_this<SharedArena> {
   struct Block;
 
   std::shared_ptr<std::byte> take(int slot, int64_t bytes);
-  bool add_region(int64_t bytes);
+  std::string add_region(int64_t bytes);
   void give_back(int slot, int64_t offset, int64_t bytes) noexcept;
   void withdraw(int slot) noexcept;
 
@@ -71,7 +72,7 @@ class SharedArena : public std::enable_shared_from_this<SharedArena> {
   std::vector<Region> regions_;
   int64_t next_region_bytes_ = 4 << 20;
   uint64_t last_id_ = 0;
-  bool exhausted_ = false;  // told so
+  std::atomic<bool> warned_{false};
 };
 
 }  // namespace hvdtorch
