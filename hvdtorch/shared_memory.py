@@ -156,7 +156,8 @@ def shared_empty(*size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"shared_empty(dtype=...) takes a torch.dtype, not {dtype!r}")
     nbytes = math.prod(shape) * dtype.itemsize
-    if min(shape, default=0) < 0 or max(nbytes, *shape, 0) >= 2**63:
+    span = math.prod(max(length, 1) for length in shape) * dtype.itemsize  # of its strides
+    if min(shape, default=0) < 0 or span >= 2**63:
         raise ValueError(f"shared_empty: there is no tensor of shape {shape}")
     try:
         return _C.shared_empty(shape, dtype)
