@@ -2,6 +2,7 @@
 
 ranks.py      the ranks of a run: started with torchrun unless a launcher did
 rounds.py     how anything is timed: interleaved rounds, the slowest rank counts
+start.py      how the ranks begin a sample at the same moment
 machine.py    where and with what a run took place
 options.py    parsers of comma lists
 charts.py     PNG files, if matplotlib is there

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import horovod
 import horovod.torch as hvd
 import torch
-import torch.distributed as dist
+from bench_tools.start import together
 from torch import Tensor
 
 from collective_bench.cases import ROOT, Case
@@ -21,13 +21,16 @@ class Horovod(Peer):
 
     def __init__(self) -> None:
         self._ops = {"sum": hvd.Sum, "average": hvd.Average}
+        self._start: Callable[[], None] | None = None
 
     def version(self) -> str:
         return f"Horovod {horovod.__version__}, torch {torch.__version__}, its default settings"
 
     def sample_there(self) -> tuple[int, int]:
-        """sample(), after a barrier among the companions."""
-        return self.sample(dist.barrier)
+        """sample(), begun by all companions at the same moment."""
+        if self._start is None:
+            self._start = together()
+        return self.sample(self._start)
 
     def prepare(self, case: Case, rank: int) -> None:
         super().prepare(case, rank)

@@ -1,6 +1,6 @@
 """What every peer did on a case: rounds of samples (bench_tools/rounds.py), in microseconds.
 
-A barrier that belongs to no peer precedes each sample.
+All ranks begin a sample at the same moment, on a sign that belongs to no peer.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import partial
 import torch.distributed as dist
 from bench_tools import rounds
 from bench_tools.rounds import percentile
+from bench_tools.start import together
 
 from collective_bench.cases import Case
 from collective_bench.peers import Peer
@@ -38,6 +39,7 @@ class Bench:
     def __init__(self, peers: Sequence[Peer], rounds: int, seconds: float) -> None:
         """At most `rounds` rounds and about `seconds` per case, but FEWEST_ROUNDS if allowed."""
         self._peers = peers
+        self._start = together()
         self._rounds = rounds
         self._seconds = seconds
 
@@ -47,7 +49,7 @@ class Bench:
         for peer in peers:
             peer.prepare(case, dist.get_rank())
         found = rounds.measure(
-            [partial(peer.sample, dist.barrier) for peer in peers],
+            [partial(peer.sample, self._start) for peer in peers],
             most=self._rounds,
             fewest=FEWEST_ROUNDS,
             warm_up=WARM_UP_ROUNDS,

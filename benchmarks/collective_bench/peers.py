@@ -103,11 +103,11 @@ class Peer:
         run = run_one[case.collective]
         self._run = lambda: [run()]
 
-    def sample(self, barrier: Callable[[], None]) -> tuple[int, int]:
+    def sample(self, start: Callable[[], None]) -> tuple[int, int]:
         """Run the prepared case once: (nanoseconds on this rank, wrong elements on this rank)."""
         for tensor, value in zip(self._tensors, self._inputs, strict=True):
             tensor.copy_(value)  # the last round's result is in it
-        barrier()
+        start()
         begin = time.perf_counter_ns()
         results = self._run()
         elapsed = time.perf_counter_ns() - begin
@@ -268,8 +268,8 @@ class InCompanion(Peer):
     def prepare(self, case: Case, rank: int) -> None:
         self._companion.call("prepare", case, rank)
 
-    def sample(self, barrier: Callable[[], None]) -> tuple[int, int]:
-        barrier()  # the companions have a barrier of their own; this one lets the ranks finish
+    def sample(self, start: Callable[[], None]) -> tuple[int, int]:
+        start()  # the companions have a start of their own; this one lets the ranks finish
         return self._companion.call("sample_there")
 
 
