@@ -226,6 +226,8 @@ def test_one_name_for_different_things_gives_a_hint(run, others, odd, hint):
 hvd.init()
 hvd.barrier()
 try:
+    if rank == 1:  # the later one, so that it is the others' operation that is reported
+        time.sleep(0.3)
     {odd} if rank == 1 else {others}
 except hvd.HorovodInternalError as error:
     print(error, flush=True)
