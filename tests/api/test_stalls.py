@@ -82,6 +82,8 @@ def test_another_name_is_reported_with_who_waits_for_what(run):
 
 STOP = """
 hvd.init()
+if rank == 2:  # the later one, so that it is the others' operation that stops the job
+    time.sleep(0.3)
 try:
     hvd.allreduce(x, name="v" if rank == 2 else "w")
 except hvd.HorovodInternalError as error:
