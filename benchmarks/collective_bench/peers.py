@@ -253,7 +253,7 @@ class InCompanion(Peer):
         self._kind, self._python = kind, python
 
     def takes(self, case: Case) -> bool:
-        return case.dtype != "bfloat16"  # which Horovod refuses on the CPU
+        return case.dtype_name != "bfloat16"  # which Horovod refuses on the CPU
 
     def setup(self) -> None:
         served = "collective_bench.horovod_peer:Horovod"
