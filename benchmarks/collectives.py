@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import re
 import sys
@@ -36,6 +35,7 @@ from bench_tools.options import (
     listed,
     one_of,
 )
+from bench_tools.outputs import write
 from collective_bench import cases, goals, peers, report
 from collective_bench.cases import Case
 from collective_bench.measure import Bench
@@ -103,20 +103,8 @@ def run(
     document["rows"] = [asdict(row) for row in rows]
     document["goals"] = [asdict(verdict) | {"met": verdict.met} for verdict in judged]
     if dist.get_rank() == 0:
-        write(options, document)
+        write(options, document, "collective_bench.plot")
     return 1 if wrong else 0
-
-
-def write(options: argparse.Namespace, document: dict[str, Any]) -> None:
-    """The files that the options name."""
-    if options.json:
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
-        print(f"written: {options.json}")
-    if options.plot:
-        from collective_bench import plot
-
-        plot.draw(document, options.plot)
-        print(f"drawn: {options.plot}")
 
 
 def make_cases(options: argparse.Namespace, size: int) -> list[Case]:

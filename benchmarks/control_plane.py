@@ -12,7 +12,6 @@ numbers: docs/benchmarks.md.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -21,6 +20,7 @@ from typing import Any
 
 from bench_tools.machine import head, head_lines
 from bench_tools.options import add_outputs, check_plot, listed
+from bench_tools.outputs import write
 from control_bench import processes, report, simulated
 
 
@@ -52,20 +52,8 @@ def main(arguments: Sequence[str]) -> int:
         "simulated": [asdict(row) for row in modelled],
         "reach": numbers,
     }
-    write(options, document)
+    write(options, document, "control_bench.plot")
     return 0
-
-
-def write(options: argparse.Namespace, document: dict[str, Any]) -> None:
-    """The files that the options name."""
-    if options.json:
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
-        print(f"written: {options.json}")
-    if options.plot:
-        from control_bench import plot
-
-        plot.draw(document, options.plot)
-        print(f"drawn: {options.plot}")
 
 
 def at_least(least: int) -> Callable[[str], int]:

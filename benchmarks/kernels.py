@@ -13,7 +13,6 @@ arithmetic costs nothing beside moving the data.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import subprocess
@@ -22,6 +21,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+
+from bench_tools.outputs import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = "benchmarks/kernel_bench/main.cc"
@@ -75,8 +76,7 @@ def main(arguments: Sequence[str]) -> int:
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
         numbers = [asdict(row) | {"ratio": row.ratio} for row in rows]
-        options.json.write_text(json.dumps(head | {"rows": numbers}, indent=1) + "\n")
-        print(f"written: {options.json}")
+        write_json(options.json, head | {"rows": numbers})
     return 0
 
 

@@ -34,6 +34,7 @@ from bench_tools.options import (
     listed,
     one_of,
 )
+from bench_tools.outputs import write
 from training_bench import idle, models, reference, report, trainers
 from training_bench.trainers import Trainer
 
@@ -84,20 +85,8 @@ def run(options: argparse.Namespace, say: Any) -> int:
         say(verdict.line())
     document["goals"] = [asdict(verdict) | {"met": verdict.met} for verdict in judged]
     if dist.get_rank() == 0:
-        write(options, document)
+        write(options, document, "training_bench.plot" if document.get("rows") else None)
     return 1 if wrong else 0
-
-
-def write(options: argparse.Namespace, document: dict[str, Any]) -> None:
-    """The files that the options name."""
-    if options.json:
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
-        print(f"written: {options.json}")
-    if options.plot and document.get("rows"):
-        from training_bench import plot
-
-        plot.draw(document, options.plot)
-        print(f"drawn: {options.plot}")
 
 
 # ---- steps ----

@@ -22,6 +22,7 @@ from typing import Any
 from bench_tools import namespaces, ranks
 from bench_tools.machine import head_lines
 from bench_tools.options import listed, one_of
+from bench_tools.outputs import write_json
 from collective_bench import cases
 
 SCRIPT = Path(__file__).with_name("collectives.py")
@@ -50,8 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     }
     show(document)
     if options.json:
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
-        print(f"written: {options.json}")
+        write_json(options.json, document)
     return 0
 
 
